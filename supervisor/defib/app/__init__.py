@@ -1,0 +1,1 @@
+"""Floor 6: the only places that wire things together."""

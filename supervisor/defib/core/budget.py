@@ -1,0 +1,68 @@
+"""The launch budget: how often a cause may be answered with a launch, per rung and overall. Pure.
+
+A launch counts from the moment it is ordered until its generation has survived probation under traffic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One step of the ladder: its name and how many launches it may use per cause and window."""
+
+    name: str
+    launches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits. `window_s` seconds; `overall`: counting launches of any cause inside the window."""
+
+    window_s: float = 3600.0
+    overall: int = 6
+
+
+Ledger = tuple[tuple[float, str, str], ...]
+"""Launches that count: (at, cause, rung name), oldest first."""
+
+MAX_LEDGER = 64
+"""Older entries than this many are dropped; far above any sensible overall budget."""
+
+
+def trimmed(ledger: Ledger, budget: Budget, at: float) -> Ledger:
+    """The entries still inside the window."""
+    return tuple(entry for entry in ledger if at - entry[0] < budget.window_s)[-MAX_LEDGER:]
+
+
+def next_rung(
+    rungs: tuple[Rung, ...],
+    first: int,
+    bad: frozenset[str],
+    ledger: Ledger,
+    cause: str,
+    budget: Budget,
+    at: float,
+) -> int | None:
+    """The index of the first rung from `first` on that may be launched now; None when the budget is spent."""
+    live = trimmed(ledger, budget, at)
+    if len(live) >= budget.overall:
+        return None
+    for index in range(first, len(rungs)):
+        rung = rungs[index]
+        used = sum(1 for _, c, r in live if c == cause and r == rung.name)
+        if rung.name not in bad and used < rung.launches:
+            return index
+    return None
+
+
+def frees_at(ledger: Ledger, budget: Budget, at: float) -> float:
+    """When the oldest counting launch leaves the window (`at` itself if none counts)."""
+    live = trimmed(ledger, budget, at)
+    return live[0][0] + budget.window_s if live else at
+
+
+def forgiven(ledger: Ledger, launched_at: float) -> Ledger:
+    """The ledger without the launch that was ordered at this time: its generation has proven itself."""
+    return tuple(entry for entry in ledger if entry[0] != launched_at)

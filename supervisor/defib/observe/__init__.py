@@ -1,0 +1,1 @@
+"""Floor 5: what we tell people and programs about ourselves."""
