@@ -97,9 +97,12 @@ class Bed:
         # Not bfloat16: on a CPU with AMX the attention kernel of vLLM 0.32.0 died by SIGILL (`tilezero`) in
         # the prefill of a prompt of four tokens.
         engine += ["--dtype", "float32"]
-        engine += ["--max-model-len", "512", "--max-num-seqs", "3", "--enforce-eager", *flags]
+        # What --enforce-eager does, without the flag: so the fallback can add it.
+        engine += ["--compilation-config", '{"mode": 0, "cudagraph_mode": "NONE"}']
+        engine += ["--max-model-len", "512", "--max-num-seqs", "3", *flags]
         own = [sys.executable, "-m", "defib.cli.main", "run", "--state-dir", str(self.state)]
-        own += ["--runtime-dir", str(self.runtime), "--"]
+        # A start takes about as long as a plain request is held by default (50 s): which of both wins would be luck.
+        own += ["--runtime-dir", str(self.runtime), "--set", "gateway_hold_plain_s=300", "--"]
         with self.stdout_path.open("wb") as out, self.stderr_path.open("wb") as err:
             self.process = subprocess.Popen(
                 ["nice", "-n", "5", *([] if direct else own), *engine],
@@ -148,6 +151,15 @@ class Bed:
         self.seen.look(self.process.pid)
         return self.seen
 
+    def generation(self) -> Seen:
+        """The processes and segments of the worker of this moment, without defib's own."""
+        seen = Seen()
+        for child in psutil.Process(self.process.pid).children():
+            if any(part.endswith("/bin/vllm") for part in child.cmdline()):
+                seen.processes[child.pid] = child
+                seen.look(child.pid)
+        return seen
+
     def strike(self, mode: str) -> None:
         """The next forward pass of the model fails in this way, once."""
         fresh = self.trigger.with_name("trigger.fresh")
@@ -175,6 +187,11 @@ class Bed:
         """The folders of evidence, oldest first. One that is still being written begins with a dot."""
         return sorted(path for path in self.state.glob("incidents/[!.]*") if (path / "manifest.json").exists())
 
+    def rungs(self) -> list[str]:
+        """The rung of each launch that defib ordered, by its event log."""
+        lines = (self.state / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        return [event["rung"] for event in map(json.loads, lines) if event["event"] == "launch"]
+
     def tail(self) -> str:
         """The end of all output, for a failing test's message."""
         return "\n".join(path.read_text("utf-8", "replace")[-3000:] for path in (self.stdout_path, self.stderr_path))
@@ -188,7 +205,8 @@ class Bed:
     def assert_nothing_left(self) -> None:
         """No process of the worker or of defib, no shared memory segment, no socket."""
         wait_until(lambda: not self.seen.left(), f"nothing left: {self.seen.left()}", 15)
-        assert not list(self.runtime.glob("*.sock"))
+        left = [path.name for path in self.runtime.glob("*.sock")]
+        assert not left, f"sockets left: {left}\n{self.tail()}"
 
     def stop(self) -> None:
         """Kill what is left, by identity, and remove what the bed made outside its folder."""

@@ -54,6 +54,17 @@ def config(folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen(sys.argv[3:], pass_fds=[int(number) for number in sys.argv[1:3]]).wait()
+"""
+
+
+def command(config_fd: int, listen_fd: int) -> list[str]:
+    fds = ("--config-fd", str(config_fd), "--listen-fd", str(listen_fd))
+    return [sys.executable, "-m", "defib.app.gateway", *fds]
+
+
 def memfd(value: Any) -> int:
     descriptor = os.memfd_create("config")
     os.pwrite(descriptor, value if isinstance(value, bytes) else json.dumps(value).encode(), 0)
@@ -80,8 +91,7 @@ class Running:
         descriptor = memfd(config(self.folder, **changes))
         number = len(self.snapshots)
         process = subprocess.Popen(
-            [sys.executable, "-m", "defib.app.gateway", "--config-fd", str(descriptor)]
-            + ["--listen-fd", str(self.sock.fileno())],
+            command(descriptor, self.sock.fileno()),
             pass_fds=(descriptor, self.sock.fileno()),
             env={**os.environ, "PYTHONPATH": str(SUPERVISOR)},
         )
@@ -218,18 +228,8 @@ def test_a_gateway_whose_launcher_died_gives_the_address_free(tmp_path: Path) ->
         async with running(tmp_path) as place:
             descriptor = memfd(config(tmp_path))
             fds = (descriptor, place.sock.fileno())
-            command = [
-                sys.executable,
-                "-m",
-                "defib.app.gateway",
-                "--config-fd",
-                str(fds[0]),
-                "--listen-fd",
-                str(fds[1]),
-            ]
-            launcher = "import subprocess, sys; subprocess.Popen(sys.argv[3:], pass_fds=[int(a) for a in sys.argv[1:3]]).wait()"
             parent = subprocess.Popen(
-                [sys.executable, "-c", launcher, *map(str, fds), *command],
+                [sys.executable, "-c", LAUNCHER, *map(str, fds), *command(*fds)],
                 pass_fds=fds,
                 env={**os.environ, "PYTHONPATH": str(SUPERVISOR)},
             )
@@ -284,7 +284,7 @@ def test_a_configuration_that_cannot_be_used_is_named_and_ends_with_2(tmp_path: 
         value = config(tmp_path, **value)
     descriptor = memfd(value)
     done = subprocess.run(
-        [sys.executable, "-m", "defib.app.gateway", "--config-fd", str(descriptor), "--listen-fd", "0"],
+        command(descriptor, 0),
         pass_fds=(descriptor,),
         env={**os.environ, "PYTHONPATH": str(SUPERVISOR)},
         capture_output=True,

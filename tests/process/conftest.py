@@ -68,17 +68,16 @@ class Client:
     def __init__(self, path: Path, epoch: int | None = None, greet: bool = True) -> None:
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.settimeout(DEADLINE_S)
-        try:
-            self.connection.connect(str(path))
-        except OSError:
-            self.connection.close()
-            raise
         self._rest = bytearray()
         self._ids = 0
         self.events: list[Message] = []
         """Events that came and that nobody has asked for yet."""
-        self.hello = self.read()
-        self.snapshot = self.read()
+        try:
+            self.connection.connect(str(path))
+            self.hello, self.snapshot = self.read(), self.read()
+        except (OSError, Cut):
+            self.connection.close()
+            raise
         self.epoch: int = self.snapshot["epoch"] if epoch is None else epoch
         if greet:
             self.say({"type": "hello", "who": "supervisor", "protocol": 1, "epoch": self.epoch})

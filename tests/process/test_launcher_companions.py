@@ -79,6 +79,7 @@ def test_a_killed_gateway_comes_back_on_the_same_socket_and_its_exchanges_are_co
     with (run.state / "journal").open("a") as journal:
         journal.write("B torn")
     os.kill(first, signal.SIGKILL)
+    until(lambda: not alive(first))
     second = ask(port, "waits-in-the-backlog")  # refused by nobody: the listening socket never closed
     assert second != first
     event = client.event("gateway", state="exited", pid=first)

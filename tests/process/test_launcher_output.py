@@ -298,3 +298,31 @@ def test_a_read_of_proc_that_never_returns_costs_a_thread_and_half_a_second(modu
     assert guard.call(77, lambda pid: "not asked again", "otherwise") == "otherwise"
     assert guard.call(78, lambda pid: pid + 1, 0) == 79, "others are still read"
     never.set()
+
+
+class PunchedAway:
+    """A file whose beginning is punched out while the echo reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd, self.generation, self.size = os.open(path, os.O_RDONLY), 1, 8
+        self.echoed, self._asked, self.left_by_echo = 0, 0, False
+
+    @property
+    def begin(self) -> int:
+        self._asked += 1
+        return 0 if self._asked == 1 else 4
+
+
+def test_what_is_punched_out_while_it_is_read_is_not_echoed(module: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"\0\0\0\0last")
+    read_end, write_end = os.pipe()
+    echo: Any = module.Echo(write_end)
+    file = PunchedAway(tmp_path / "out")
+    echo.follow(file)
+    while echo._step():
+        pass
+    os.close(write_end)
+    os.close(file.fd)
+    with os.fdopen(read_end, "rb") as sink:
+        words = sink.read()
+    assert words == b"last\ndefib launcher: echo skipped bytes=4 generation=1\n"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -289,3 +291,37 @@ def test_nothing_of_a_living_launcher_is_touched(launcher: Start, short_path: Pa
     other = launcher(state=str(short_path / "s2"), runtime=str(short_path / "r2"))
     other.client()
     assert alive(worker) and start_time(worker) and "leftover" not in other.said()
+
+
+@pytest.fixture
+def freezer(short_path: Path) -> Iterator[Path]:
+    """A place whose processes SIGKILL cannot end, as if they sat in a driver."""
+    mounted, group = short_path / "freezer", short_path / "freezer/defib-test"
+    mounted.mkdir()
+    command = ["mount", "-t", "cgroup", "-o", "freezer", "none", str(mounted)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("no freezer here")
+    group.mkdir(exist_ok=True)
+    yield group
+    (group / "freezer.state").write_text("THAWED")
+    until(lambda: not (group / "tasks").read_text())
+    group.rmdir()
+    subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_a_process_that_sigkill_cannot_end_is_named_and_nothing_is_launched_beside_it(
+    launcher: Start, freezer: Path
+) -> None:
+    run = launcher(limits={"drain_s": 0, "term_s": 0})
+    pid, start = run.client().snapshot["root"]
+    (freezer / "tasks").write_text(str(pid))
+    (freezer / "freezer.state").write_text("FROZEN")
+    run.process.terminate()
+    assert run.wait(30) == 70
+    assert f"alive after SIGKILL pid={pid} start={start}" in run.said() and "wchan=" in run.said()
+    again = launcher()
+    assert again.wait(30) == 70
+    assert f"[{pid}]" in again.said() and "survive SIGKILL" in again.said()
+    (freezer / "freezer.state").write_text("THAWED")
+    until(lambda: not alive(pid))
+    assert launcher().client().snapshot["state"] == "running"

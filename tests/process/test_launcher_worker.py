@@ -119,14 +119,17 @@ def test_a_grandchilds_exit_is_told_within_50_ms_and_with_its_signal(launcher: S
     client = launcher(argv=[*QUICK, script]).client()
     delays = []
     known: set[int] = set()
+
+    def next_sleeper() -> list[int]:
+        tree = client.call("tree", generation=1)["tree"]
+        return [p["pid"] for p in tree if p["name"] == "sleep" and p["pid"] not in known]
+
     for _ in range(9):
-        tree = until(
-            lambda: [p for p in client.call("tree", generation=1)["tree"] if not p["root"] and p["pid"] not in known]
-        )
-        known.add(tree[0]["pid"])
+        pid = until(next_sleeper)[0]
+        known.add(pid)
         began = time.monotonic()
-        os.kill(tree[0]["pid"], signal.SIGSEGV)
-        event = client.event("exited", pid=tree[0]["pid"])
+        os.kill(pid, signal.SIGSEGV)
+        event = client.event("exited", pid=pid)
         delays.append(time.monotonic() - began)
         assert event["root"] is False and event["name"] == "sleep" and event["ordered"] is False
         assert event["signal"] in (signal.SIGSEGV, None)  # None only where the kernel doesn't tell (before 6.15)
@@ -380,6 +383,24 @@ def test_children_of_the_gateway_and_the_supervisor_are_not_the_workers(launcher
         until(lambda: f" {run.pid} " in Path(f"/proc/{pid}/stat").read_text(), "it is re-parented to the launcher")
         assert [p["pid"] for p in client.call("tree", generation=1)["tree"]] == [root_of(client)[0]]
         assert client.call("signal", generation=1, targets=[[pid, start_time(pid)]], signal=9)["refused"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_an_orphan_of_the_supervisor_that_no_scan_has_seen_is_not_the_workers(
+    launcher: Start, short_path: Path
+) -> None:
+    orphan = f"import os,time\nopen({str(short_path / 'orphan')!r},'w').write(str(os.getpid()))\ntime.sleep(600)"
+    between = f"import subprocess\nsubprocess.Popen({[*QUICK, orphan]!r}, start_new_session=True)"
+    aside = f"import subprocess,time\nsubprocess.run({[*QUICK, between]!r}, start_new_session=True)\ntime.sleep(600)"
+    run = launcher(supervisor=[*QUICK, aside])
+    pid = int(until(lambda: (short_path / "orphan").exists() and (short_path / "orphan").read_text()))
+    client = run.client(epoch=1000)
+    try:
+        until(lambda: f" {run.pid} " in Path(f"/proc/{pid}/stat").read_text(), "it is re-parented to the launcher")
+        assert [p["pid"] for p in client.call("tree", generation=1)["tree"]] == [root_of(client)[0]]
+        run.process.terminate()
+        assert run.wait() == 0 and alive(pid)
     finally:
         os.kill(pid, signal.SIGKILL)
 

@@ -52,6 +52,10 @@ class InstanceConfig:
     caches: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
     gateway: bool = True
+    editable: bool = True
+    """False: the command is run as it is (a shell's, a container's), so no rung that edits it can be taken."""
+    addressed: bool = True
+    """False: nobody can be asked anything (no port that we know): exits and output are all there is."""
     canary: CanaryConfig = field(default_factory=CanaryConfig)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -82,6 +86,8 @@ def parse_config(data: bytes) -> InstanceConfig:
             caches=tuple(values.get("caches") or {}),
             fresh=tuple(values.get("fresh_env") or {}),
             gateway=values.get("listen") is not None,
+            editable=bool(values.get("editable", True)),
+            addressed=(values.get("upstream") or {}).get("kind") != "none",
             canary=CanaryConfig(canary.get("model"), canary.get("api_key"), canary.get("api_key_env")),
             settings=dict(values.get("settings") or {}),
         )

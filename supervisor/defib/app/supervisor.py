@@ -72,8 +72,9 @@ class Supervisor:
     def __init__(self, config: InstanceConfig, epoch: int) -> None:
         self.config, self.epoch = config, epoch
         self.profile: EngineProfile = load_engine(config.policies, config.engine)
-        self.ladder = load_ladder(config.policies, config.engine)
-        rules = self.ladder.rules(config.engine_version, config.caches, config.observe)
+        ladder = load_ladder(config.policies, config.engine)
+        self.ladder = ladder if config.editable else ladder.unedited()
+        rules = self.ladder.rules(config.engine_version, config.caches, config.observe, config.argv)
         self.machine = Machine(rules_with(rules, config.settings))
         matcher = Matcher(load_signatures(config.policies / "signatures"))
         self.log = EventLog(config.state / "events.jsonl", config.instance)
@@ -161,7 +162,7 @@ class Supervisor:
         if not self._booted:
             self._boot(message)
         elif generation > self.machine.state.generation:
-            self.loop.post(Adopted(boottime(), generation, message.get("address")))
+            self.loop.post(Adopted(boottime(), generation, self._address(message)))
         elif message.get("state") == "exited" and self.machine.state.alive:
             self._root_gone(generation, message.get("exit") or {})
         self._follow()
@@ -177,12 +178,16 @@ class Supervisor:
                 at=boottime(),
                 generation=int(message["generation"]),
                 running=message.get("state") == "running",
-                address=message.get("address"),
+                address=self._address(message),
                 launched_at=float(message.get("launched_at") or boottime()),
                 code=left.get("code"),
                 resume=self._resume(stored),
             )
         )
+
+    def _address(self, message: Message) -> str | None:
+        """Where the worker listens; empty where it has no address that we could ask."""
+        return message.get("address") or (None if self.config.addressed else "")
 
     def _resume(self, stored: dict[str, Any]) -> Resume | None:
         """What an earlier supervisor of this same launcher run left; the ledger alone outlives the launcher."""
@@ -373,7 +378,7 @@ class Supervisor:
             "address": state.address,
             "proven": state.proven,
             "observe": self.machine.rules.observe,
-            "rung": self.machine.rules.rungs[state.rung].name,
+            "rung": self.world.applied.get(state.generation, self.machine.rules.rungs[state.rung].name),
             "incident": state.incident,
             "incidents": state.incidents,
             "launches_counted": len(state.ledger),

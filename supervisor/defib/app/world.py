@@ -209,8 +209,8 @@ class World:
     async def _probe(self, command: Probe) -> None:
         request = self._canary_request()
         now = boottime()
-        if request is None:
-            blind = CanaryDone(now, command.ticket, CanaryOutcome.BLIND, now, "this engine has no canary")
+        if request is None or not command.address:
+            blind = CanaryDone(now, command.ticket, CanaryOutcome.BLIND, now, "there is nothing to ask")
             self.owner.on_event(blind)
             return
         reference = "" if command.purpose == "reference" else self.reference
@@ -364,9 +364,8 @@ class World:
         self.applied[command.generation] = command.rung
         self.owner.launched(command.generation, reply)
         edits = " ".join(delta.append) or "none"
-        return Done(
-            boottime(), command.ticket, Effect.LAUNCH, True, f"flags: {edits}", address=str(reply.get("address"))
-        )
+        address = str(reply.get("address") or "")
+        return Done(boottime(), command.ticket, Effect.LAUNCH, True, f"flags: {edits}", address=address)
 
     async def _finish(self, code: int, reason: str) -> None:
         await asyncio.sleep(0.05)  # the settling task of this incident goes first

@@ -82,14 +82,23 @@ class Ladder:
         """For a command that can't be edited (a shell's `-c`, a container's): only rungs that change nothing."""
         return replace(self, remedies=tuple(remedy for remedy in self.remedies if not remedy.edits))
 
-    def rules(self, version: str | None, caches: Sequence[str], observe: bool) -> Rules:
-        """The machine's rules; only caches that the instance knows are cleared."""
+    def rules(self, version: str | None, caches: Sequence[str], observe: bool, argv: Sequence[str] = ()) -> Rules:
+        """The machine's rules; only caches that the instance knows are cleared.
+
+        A rung that changes nothing in this command (`eager` where it is eager already) is no other configuration:
+        it is left out.
+        """
+        remedies = [r for r in self.usable(version) if not r.edits or not argv or self._changes(r, argv)]
         return Rules(
-            rungs=tuple(Rung(remedy.name, remedy.launches) for remedy in self.usable(version)),
+            rungs=tuple(Rung(remedy.name, remedy.launches) for remedy in remedies),
             caches=tuple(name for name in self.clear if name in caches),
             observe=observe,
             start_limit_s=self.start_limit_s,
         )
+
+    def _changes(self, remedy: Remedy, argv: Sequence[str]) -> bool:
+        base = LaunchSpec(tuple(argv))
+        return delta_from(base, edit(base, remedy.edits, self.grammar)) != Delta()
 
     def delta(self, rung: str, argv: Sequence[str], version: str | None) -> Delta:
         """What the rung of this name makes of a command. Raises KeyError for a rung that this version hasn't."""

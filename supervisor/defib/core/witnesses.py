@@ -46,6 +46,11 @@ class Case:
         """The first causal finding: the initiator as far as the log tells."""
         return next((f for f in self.findings if f.cause), None)
 
+    def initiator(self) -> str:
+        """The process that failed first. The CUDA runtime's own lines name none: then the next causal one does."""
+        named = (f.process for f in self.findings if f.cause and f.process)
+        return next(named, self.exits[0] if self.exits else "unknown")
+
     def fault(self) -> FaultClass:
         """The class of the verdict; UNKNOWN when nothing in the log says why."""
         cause = self.cause()

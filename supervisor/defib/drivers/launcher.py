@@ -2301,11 +2301,13 @@ class Launcher:
         if process.gone:
             return
         status: Optional[int] = None
+        found = read_stat(process.pid)
+        if found is not None and found.start == process.start:
+            process.name = found.comm  # its last
         try:
             pid, reaped = os.waitpid(process.pid, os.WNOHANG)
             status = reaped if pid == process.pid else None
         except ChildProcessError:
-            found = read_stat(process.pid)
             if found is not None and found.start == process.start and found.dead:
                 status = found.exit_status
             elif process.pidfd >= 0:

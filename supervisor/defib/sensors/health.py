@@ -52,6 +52,8 @@ class Health:
         if self._client is not None:
             await self._client.aclose()
             self._client = None
+        if address == "" and not ready:
+            self._judge(200, generation)  # nobody to ask: started is all that can be known
         self.nudge()
 
     def nudge(self) -> None:
@@ -68,7 +70,7 @@ class Health:
                 except TimeoutError:
                     pass
                 self._nudge.clear()
-                if self._address is not None and self.clock() - self.token_at > ALIVE_FOR_S:
+                if self._address and self.clock() - self.token_at > ALIVE_FOR_S:
                     await self._ask(self.generation, self._address)
         finally:
             if self._client is not None:
