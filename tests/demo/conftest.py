@@ -31,6 +31,14 @@ def wait_until(condition: Callable[[], Any], what: str, limit_s: float = WAIT_LI
     return value
 
 
+def stays(condition: Callable[[], Any], what: str, seconds: float = 0.4) -> None:
+    """A condition holds for a while: for what must not happen there is nothing to wait for."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert condition(), f"did not stay: {what}"
+        time.sleep(0.01)
+
+
 class Fake:
     """One fake worker with its output, its control file and its clients."""
 

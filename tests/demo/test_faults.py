@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.demo.clients import Client
-from tests.demo.conftest import Fake, alive, completion, segments, wait_until
+from tests.demo.conftest import Fake, alive, completion, segments, stays, wait_until
 
 from defib.demo.faults import ERRORS
 
@@ -165,8 +165,7 @@ def test_a_killed_api_server_leaves_engine_and_worker_alive_with_the_port_free(f
     assert all(client.join().broken for client in clients)
     assert worker.health() == 0
     wait_until(lambda: tree["engine"].ppid() != worker.process.pid, "re-parented")
-    assert alive(tree["engine"])
-    assert alive(tree["worker"])
+    stays(lambda: alive(tree["engine"]) and alive(tree["worker"]), "engine and worker alive")
 
 
 def test_in_a_hang_health_is_200_and_the_counters_freeze(fake: Start) -> None:
@@ -180,6 +179,8 @@ def test_in_a_hang_health_is_200_and_the_counters_freeze(fake: Start) -> None:
     assert worker.health() == 200
     assert page(worker) == frozen
     assert "num_requests_running" in frozen
+    tree["worker"].terminate()
+    stays(lambda: alive(tree["worker"]), "a hung worker is deaf for SIGTERM")
     worker.process.send_signal(signal.SIGTERM)
     wait_until(lambda: not alive(tree["worker"]), "the engine is killed")
     wait_until(lambda: "Waiting for connections to close" in worker.stderr, "it waits for its clients")

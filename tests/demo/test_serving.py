@@ -177,6 +177,14 @@ def test_metrics_count_steps_and_a_client_that_leaves_is_aborted(fake: Start) ->
     assert metric(worker, "vllm:iteration_tokens_total_count") < steps + 50
 
 
+def test_a_plain_request_is_aborted_when_its_client_leaves(fake: Start) -> None:
+    worker = fake("--fake-step-ms", "10").ready()
+    with pytest.raises(httpx.ReadTimeout):
+        worker.client.post("/v1/completions", json=completion(max_tokens=30_000), timeout=0.3)
+    aborted = 'finished_reason="abort",model_name="tiny"} 1.0'
+    wait_until(lambda: aborted in worker.client.get("/metrics").text, "the abort is counted", 5)
+
+
 def test_it_writes_a_triton_cache_and_two_segments(fake: Start) -> None:
     before = segments()
     worker = fake().ready()

@@ -190,6 +190,32 @@ def test_an_exchange_that_delivered_nothing_is_replayed_and_its_client_sees_the_
     run(story())
 
 
+def test_a_token_behind_a_comment_is_a_delivered_token(tmp_path: Path) -> None:
+    async def story() -> None:
+        begun = asyncio.Event()
+
+        async def act(talk: Talk) -> None:
+            await talk.send(SSE_HEAD, chunk(b": ping\n\n"))
+            await begun.wait()
+            await talk.send(chunk(token("a")))
+            await talk.gone()
+
+        first, second = Worker(act), Worker(stream())
+        async with house(tmp_path, first, second) as home:
+            caller = await home.ask(request(body=STREAM_BODY))
+            await caller.until(b": ping")
+            begun.set()
+            await caller.until(b'"a"')
+            await home.hold()
+            await home.open(second, 2)
+            got = await caller.all()
+            assert got.data[0] == token("a")[6:-2].decode()
+            interrupted(got)
+            assert second.talks == []
+
+    run(story())
+
+
 def test_a_refused_connection_waits_for_the_ruling_too(tmp_path: Path) -> None:
     async def story() -> None:
         second = Worker(plain(b"2"))

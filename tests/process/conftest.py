@@ -248,7 +248,7 @@ def launcher(short_path: Path) -> Iterator[Start]:
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=sink if stderr is None else stderr,
-                    env=dict(os.environ if env is None else env),
+                    env={"TMPDIR": str(short_path), **(os.environ if env is None else env)},
                 )
         finally:
             os.close(descriptor)

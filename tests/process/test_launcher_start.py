@@ -216,6 +216,36 @@ def test_it_is_small(launcher: Start) -> None:
     assert rss_kb <= 18_000, f"{rss_kb} kB resident"
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b'{"half',
+        b"[]",
+        b"\xff\x00",
+        b'{"boot": "BOOT", "pidns": "NS", "launcher": 7, "processes": [[1]], "leavings": [{}]}',
+        b'{"leavings": [{"tmpdir": "/etc", "uds": "/etc/passwd", "shm": [["../../etc/passwd", 1]]}]}',
+        b'{"leavings": [{"tmpdir": "/", "fresh": ["/home"]}]}',
+        b'{"leavings": [3]}',
+    ],
+)
+def test_a_damaged_record_of_an_earlier_run_harms_nothing(launcher: Start, short_path: Path, record: bytes) -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    record = record.replace(b"BOOT", boot).replace(b"NS", os.readlink("/proc/self/ns/pid").encode())
+    (short_path / "state").mkdir()
+    (short_path / "state/worker.json").write_bytes(record)
+    with (short_path / "open").open("w") as file:
+        writer = subprocess.Popen(["sleep", "600"], stdout=file)  # writes below "/"
+    try:
+        run = launcher()
+        assert run.client().snapshot["state"] == "running"
+        assert writer.poll() is None and "leftover" not in run.said()
+    finally:
+        writer.kill()
+        writer.wait()
+    assert Path("/etc/passwd").exists() and Path("/home").exists()
+
+
 class Outside:
     """What a person does from outside of a container: enters it, starts something, leaves."""
 

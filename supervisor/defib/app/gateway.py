@@ -59,13 +59,13 @@ def read_config(descriptor: int) -> Config:
     state, runtime = Path(_text(value, "state")), Path(_text(value, "runtime"))
     place = Place(_text(value, "instance"), runtime / "gateway.sock", state / "journal")
     settings = value.get("settings") or {}
-    own_ids = settings.get("gateway_own_request_ids", True)
-    if not isinstance(own_ids, bool):
-        raise ConfigError("settings.gateway_own_request_ids: expected true or false")
+    own_ids = str(settings.get("gateway_own_request_ids", True)).lower()
+    if own_ids not in ("true", "false"):
+        raise ConfigError("setting gateway_own_request_ids: expected true or false")
     profile = load_engine(Path(_text(value, "policies")), _text(value, "engine"))
     replay = tuple(ReplayRule(rule.method, rule.path, tuple(rule.forbid_if)) for rule in profile.replay)
     drain_s = (value.get("limits") or {}).get("drain_s", DEFAULT_DRAIN_S)
-    return Config(place, rules_of(replay, profile.probe_paths, own_ids), _limits(settings), float(drain_s))
+    return Config(place, rules_of(replay, profile.probe_paths, own_ids == "true"), _limits(settings), float(drain_s))
 
 
 def _limits(settings: dict[str, Any]) -> Limits:

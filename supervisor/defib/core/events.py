@@ -45,12 +45,17 @@ class Effect(StrEnum):
 
 
 class CanaryOutcome(StrEnum):
-    """How a canary ended. BLIND: it could not be sent or was refused for reasons of ours; never a failure."""
+    """How a canary ended.
+
+    REFUSED: nothing listens any more where the worker listened. BLIND: it could not be sent for another reason, or
+    was turned away for its key or form; never a failure.
+    """
 
     ANSWERED = "answered"
     DIFFERS = "differs"
     ERROR = "error"
     TIMEOUT = "timeout"
+    REFUSED = "refused"
     BLIND = "blind"
 
 
@@ -70,6 +75,7 @@ class Resume:
     ledger: tuple[tuple[float, str, str], ...] = ()
     """Launches that count: (at, cause, rung); `at` already turned into this boot's clock."""
     ready_in_s: float | None = None
+    answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ from defib.core.witnesses import Case
 
 EXIT_BUDGET_SPENT = 69
 EXIT_CONFIG = 78
+OBSERVED_END = "the worker ended; observe does not restart it"
 BAD_FLAG_CODE = 2
 """argparse's exit code for arguments that a program doesn't know."""
 
@@ -76,6 +77,7 @@ FIRST_START_SHARE = 0.6
 (vLLM 0.26). The first start alone would have told clients to go away who then could have been served."""
 
 Handler = Callable[[Turn, Any], None]
+Table = Mapping[Phase, Mapping[type[Event], Handler]]
 
 RECOVERING = (Phase.CAPTURING, Phase.KILLING, Phase.GATING, Phase.CLEARING, Phase.LAUNCHING, Phase.PROVING)
 """The phases between a verdict and proof: traffic is held."""
@@ -84,15 +86,16 @@ RECOVERING = (Phase.CAPTURING, Phase.KILLING, Phase.GATING, Phase.CLEARING, Phas
 class Machine:
     """Holds the state of one instance and steps it. One owner, one thread; `state` may be read by anyone."""
 
-    def __init__(self, rules: Rules, state: State | None = None) -> None:
+    def __init__(self, rules: Rules, state: State | None = None, table: Table | None = None) -> None:
         self.rules = rules
         self.state = state or State()
+        self.table = TABLE if table is None else table
 
     def step(self, event: Event) -> list[Command]:
         """The commands that this event leads to, in the order in which they are to be done."""
         turn = Turn(self.state, self.rules, event.at)
         if _current(turn.state, event):
-            _handler(turn.state.phase, type(event))(turn, event)
+            _handler(self.table, turn.state.phase, type(event))(turn, event)
         self.state = turn.state
         return turn.commands
 
@@ -105,7 +108,7 @@ def _current(s: State, event: Event) -> bool:
         case CanaryDone():
             return event.ticket in (s.pending, s.probe)
         case Done():
-            return event.ticket == s.pending
+            return event.ticket == s.pending and WAITS_FOR.get(s.phase) is event.effect
         case Elapsed():
             return (event.name, event.ticket) in s.waits
         case _:
@@ -140,6 +143,7 @@ def _persist(t: Turn) -> None:
                 bad_rungs=tuple(sorted(s.bad_rungs)),
                 ledger=s.ledger,
                 ready_in_s=s.ready_in_s,
+                answered=s.answered,
             )
         )
     )
@@ -197,6 +201,9 @@ def _serve(t: Turn) -> None:
     _enter(t, Phase.SERVING)
     t.forget("lease")
     t.state = replace(t.state, case=None)
+    if t.state.incident is not None:  # a false alarm while replaying, or a supervisor that came back then
+        _settle(t, "recovered")
+        t.wait("probation", t.rules.probation_s)
     _traffic(t)
 
 
@@ -337,6 +344,7 @@ def _settle(t: Turn, outcome: str) -> None:
         t.note("settled", incident=t.state.incident, outcome=outcome)
         t.say(Settle(t.state.incident, outcome))
         t.state = replace(t.state, incident=None)
+        _persist(t)
 
 
 def _prove(t: Turn) -> None:
@@ -372,6 +380,7 @@ def _booted(t: Turn, e: Booted) -> None:
         bad_rungs=frozenset(resume.bad_rungs),
         ledger=resume.ledger,
         ready_in_s=resume.ready_in_s,
+        answered=resume.answered,
     )
     t.note("booted", generation=e.generation, running=e.running, resumed=resume.phase)
     if e.resume is not None and not known and e.running:
@@ -394,8 +403,6 @@ def _resume(t: Turn, e: Booted, resume: Resume, known: bool) -> None:
         _kill(t)
     elif known and resume.proven:
         _serve(t)
-        if t.state.incident is not None:
-            _settle(t, "recovered")
         t.wait("probation", t.rules.probation_s)
     elif resume.incident is not None:
         _enter(t, Phase.LAUNCHING)
@@ -420,6 +427,10 @@ def _adopted(t: Turn, e: Adopted) -> None:
         proven=False,
         case=None,
     )
+    if t.state.phase is Phase.PAUSED:  # hands off stays hands off
+        _traffic(t)
+        _persist(t)
+        return
     _enter(t, Phase.LAUNCHING if t.state.incident else Phase.STARTING)
     _traffic(t)
     _await_ready(t, t.at)
@@ -432,14 +443,18 @@ def _starting_ready(t: Turn, e: Ready) -> None:
     t.note("ready", generation=s.generation, seconds=round(ready_in, 3))
     ticket = _start_effect(t)
     t.wait("phase", t.rules.prove_canary_s + 5.0)
-    t.say(Probe(ticket, s.generation, s.address or "", "reference", t.rules.prove_canary_s))
+    purpose = "prove" if s.answered else "reference"
+    t.say(Probe(ticket, s.generation, s.address or "", purpose, t.rules.prove_canary_s))
 
 
 def _starting_canary(t: Turn, e: CanaryDone) -> None:
-    """A first start is opened whatever the canary says: there is nothing yet that it could be compared with."""
+    """A first start is opened whatever the canary says: it has never been answered here, so it proves nothing yet."""
     answered = e.outcome in (CanaryOutcome.ANSWERED, CanaryOutcome.DIFFERS)
-    t.state = replace(t.state, proven=True)
     t.note("canary", purpose="reference", outcome=e.outcome.value, detail=e.detail)
+    if t.state.answered and e.outcome in witnesses.FAILED:
+        _rung_failed(t, f"the canary: {e.outcome.value} {e.detail}".rstrip(), e.outcome)
+        return
+    t.state = replace(t.state, proven=True, answered=t.state.answered or answered)
     if not answered:
         t.note("unproven", generation=t.state.generation, outcome=e.outcome.value)
     _serve(t)
@@ -465,15 +480,15 @@ def _died(t: Turn, name: str, code: int | None) -> None:
     """The worker is gone without our order."""
     s = t.state
     case = s.case or Case(t.at)
-    t.state = replace(s, case=replace(case, exits=(*case.exits, name)))
+    t.state = replace(s, case=replace(case, exits=(*case.exits, name)), end_code=code)
     t.note("exited", generation=s.generation, process=name, code=code)
     assert t.state.case is not None
     config = t.state.case.fault() is FaultClass.CONFIG_ERROR or (code == BAD_FLAG_CODE and not s.ever_ready)
     if not s.ever_ready and config and s.incident is None:
         _finish(t, EXIT_CONFIG, _why(t.state.case, code))
-    elif t.rules.observe and name == ProcessKind.ROOT:
+    elif t.rules.observe and name == ProcessKind.ROOT and s.observed == s.generation:
         _note_would(t)
-        _finish(t, code if code is not None else 1, "the worker ended; observe does not restart it")
+        _finish(t, code if code is not None else 1, OBSERVED_END)
     else:
         _convict(t, t.state.case)
 
@@ -648,12 +663,16 @@ def _captured(t: Turn, e: Done) -> None:
 
 
 def _after_capture(t: Turn) -> None:
-    if t.rules.observe:
-        _note_would(t)
-        _settle(t, "observed")
-        _serve(t)
+    if not t.rules.observe:
+        _kill(t)
         return
-    _kill(t)
+    _note_would(t)
+    _settle(t, "observed")
+    t.state = replace(t.state, observed=t.state.generation)
+    if t.state.alive:
+        _serve(t)
+    else:
+        _finish(t, 1 if t.state.end_code is None else t.state.end_code, OBSERVED_END)
 
 
 def _capture_elapsed(t: Turn, e: Elapsed) -> None:
@@ -755,8 +774,10 @@ def _launching_exited(t: Turn, e: Exited) -> None:
     _rung_failed(t, f"{e.name or e.kind.value} exited (code {e.code})")
 
 
-def _rung_failed(t: Turn, why: str) -> None:
+def _rung_failed(t: Turn, why: str, canary: CanaryOutcome | None = None) -> None:
     """This generation is no answer: end what is left of it and take the next step the budget allows."""
+    if canary is not None:
+        t.state = replace(t.state, case=replace(t.state.case or Case(t.at), canary=canary))
     t.note("rung_failed", incident=t.state.incident, generation=t.state.generation, why=why)
     if t.rules.observe:
         _settle(t, "observed")
@@ -782,12 +803,15 @@ def _proved(t: Turn, e: CanaryDone) -> None:
     t.note("canary", purpose="prove", outcome=e.outcome.value, detail=e.detail)
     same = t.state.rung == 0
     match e.outcome:
-        case CanaryOutcome.ANSWERED | CanaryOutcome.BLIND:
+        case CanaryOutcome.ANSWERED:
+            t.state = replace(t.state, answered=True)
+            _replay(t)
+        case CanaryOutcome.BLIND:
             _replay(t)
         case CanaryOutcome.DIFFERS if not same:
             _replay(t)  # other kernels may round otherwise; that it computes is proven
         case _:
-            _rung_failed(t, f"the canary: {e.outcome.value} {e.detail}".rstrip())
+            _rung_failed(t, f"the canary: {e.outcome.value} {e.detail}".rstrip(), e.outcome)
 
 
 def _prove_elapsed(t: Turn, e: Elapsed) -> None:
@@ -853,9 +877,13 @@ def _resume_order(t: Turn, e: ResumeOrdered) -> None:
     t.note("resumed", generation=s.generation)
     if s.phase is Phase.PAUSED and s.alive and s.proven:
         _serve(t)
-    elif s.phase is Phase.PAUSED and s.alive:
+    elif s.phase is Phase.PAUSED and s.alive and s.ever_ready and s.address is not None:
+        _prove(t)  # it was accused, or never proven: the canary decides
+    elif s.phase is Phase.PAUSED and s.alive and s.address is not None:
         _enter(t, Phase.STARTING)
         _await_ready(t, t.at)
+    elif t.rules.observe:
+        _finish(t, s.end_code or 1, OBSERVED_END)
     else:
         t.state = replace(s, ledger=(), bad_rungs=frozenset(), incident=s.incident or f"{s.incidents + 1:04d}-resume")
         t.state = replace(t.state, incidents=t.state.incidents if s.incident else s.incidents + 1)
@@ -875,7 +903,7 @@ def _down_elapsed(t: Turn, e: Elapsed) -> None:
 
 def _mark_dead(t: Turn, e: Exited) -> None:
     if e.kind is ProcessKind.ROOT:
-        t.state = replace(t.state, alive=False)
+        t.state = replace(t.state, alive=False, end_code=e.code)
 
 
 def _gateway_lost(t: Turn, e: GatewayLost) -> None:
@@ -934,7 +962,7 @@ _DEAF: Mapping[type[Event], Handler] = {
     GatewayBack: _ignore,
 }
 
-TABLE: Mapping[Phase, Mapping[type[Event], Handler]] = {
+TABLE: Table = {
     Phase.STARTING: {
         Ready: _starting_ready,
         CanaryDone: _starting_canary,
@@ -992,11 +1020,11 @@ TABLE: Mapping[Phase, Mapping[type[Event], Handler]] = {
 }
 
 
-def _handler(phase: Phase, kind: type[Event]) -> Handler:
-    return TABLE[phase].get(kind) or _ANY[kind]
+def _handler(table: Table, phase: Phase, kind: type[Event]) -> Handler:
+    return table[phase].get(kind) or _ANY[kind]
 
 
-# The effects that a Done can end, by the phase that waits for it: used by the product test.
+# The effect whose end each phase waits for.
 WAITS_FOR: Mapping[Phase, Effect] = {
     Phase.CAPTURING: Effect.CAPTURE,
     Phase.KILLING: Effect.KILL,

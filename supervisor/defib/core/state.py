@@ -85,11 +85,16 @@ class State:
     bad_rungs: frozenset[str] = frozenset()
     ledger: Ledger = ()
     ready_in_s: float | None = None
+    answered: bool = False
+    """The canary was answered once by this instance: an error is news from then on."""
     symptoms_rest_until: float = 0.0
     gateway_lost: bool = False
     traffic_seen: bool = False
     killed_by_us: bool = False
     end_code: int | None = None
+    """Exit code of the worker's root that we saw last, or the one that we finish with."""
+    observed: int = 0
+    """In observe: the generation whose death is on record already."""
 
 
 class Turn:

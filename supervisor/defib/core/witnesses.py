@@ -2,7 +2,7 @@
 
 Group T is what a single exchange can cause (log text, HTTP results): it counts once, however much there is.
 Group W is what it can't. Three symptoms of unlike exchanges are W too, but clients can gang up: they only count
-once the canary has had its say and did not answer well.
+beside another one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ MAX_FINDINGS = 64
 MAX_SYMPTOMS = 64
 UNLIKE_EXCHANGES = 3
 """Symptoms of this many exchanges, each with its own connection and its own body, are a witness of group W."""
+
+SYMPTOMS = "symptoms:3"
+FAILED = frozenset({CanaryOutcome.ERROR, CanaryOutcome.TIMEOUT, CanaryOutcome.REFUSED})
+"""Canaries that speak against a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,12 @@ def group_w(case: Case) -> tuple[str, ...]:
     named = [f"exit:{name}" for name in dict.fromkeys(case.exits)]
     if case.health:
         named.append("health:503")
-    if case.canary in (CanaryOutcome.ERROR, CanaryOutcome.TIMEOUT):
+    if case.canary in FAILED:
         named.append(f"canary:{case.canary}")
     if case.start_limit:
         named.append("start-limit")
     if _unlike(case) >= UNLIKE_EXCHANGES:
-        named.append("symptoms:3")
+        named.append(SYMPTOMS)
     return tuple(named)
 
 
@@ -98,16 +102,11 @@ def sufficient(case: Case) -> bool:
     """May this generation be killed?
 
     An engine process's exit or a start limit passed is a verdict by itself. Otherwise one of W, and either an
-    agreeing T or a second W; where the only W is `symptoms:3`, HTTP results alone don't agree with themselves, and
-    the canary must have failed to clear the accused.
+    agreeing T or a second W. `symptoms:3` only counts beside another W: three clients can gang up on a well server.
     """
     witnesses = group_w(case)
     if case.exits or case.start_limit:
         return True
-    if not witnesses:
+    if not any(name != SYMPTOMS for name in witnesses):
         return False
-    if len(witnesses) >= 2:
-        return True
-    if witnesses == ("symptoms:3",):
-        return case.cause() is not None and case.canary is CanaryOutcome.BLIND
-    return bool(group_t(case))
+    return len(witnesses) >= 2 or bool(group_t(case))

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from defib.demo import lines, openai, tracebacks
-from defib.demo.engine import Abort, Add, Dead, Outputs
 from defib.demo.faults import in_prompt, wait_in_prompt_s
-from defib.demo.gpu import NewRequest
 from defib.demo.http import Request, Responder
 from defib.demo.lines import Log
+from defib.demo.messages import Abort, Add, Dead, NewRequest, Outputs
 from defib.demo.metrics import Metrics
 from defib.demo.openai import Call, Refused
 from defib.demo.options import VERSION, Options

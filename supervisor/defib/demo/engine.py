@@ -5,68 +5,25 @@ gone, as the real one does, and it never speaks HTTP.
 """
 
 import os
-import secrets
 import signal
 import socket
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
 from typing import NoReturn
 
 from defib.demo import dump, lines, tracebacks
-from defib.demo.gpu import Gpu, NewRequest, Result, Step, WorkerError, begin_child, worker_main
+from defib.demo.gpu import Gpu, WorkerError, begin_child, leave_files, worker_main
 from defib.demo.lines import Log
+from defib.demo.messages import Abort, Add, Dead, NewRequest, Outputs, Ready, Result, StartFailed, Step
 from defib.demo.options import VERSION, Options
 
 SEGMENT_BYTES = (1 << 20, 1 << 16)
 WORKER_GRACE_S = 5.0
 DEFAULT_STEP_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Loading is over. `worker_pid` is None in the one-GPU layout."""
-
-    worker_pid: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class StartFailed:
-    """Loading failed; the log says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """A request for the engine."""
-
-    request: NewRequest
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """The client of this request has gone."""
-
-    id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """What one step gave: (request, token or None if it failed alone), and the engine's gauges."""
-
-    items: list[tuple[str, int | None]]
-    running: int
-    waiting: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """The engine has failed; nothing will come any more."""
 
 
 @dataclass(slots=True)
@@ -84,7 +41,7 @@ class _Failed(Exception):
 
 
 def engine_main(options: Options, root: Connection, root_pid: int) -> NoReturn:
-    """The whole life of the process `VLLM::EngineCore`."""
+    """The life of the process `VLLM::EngineCore`."""
     begin_child("VLLM::EngineCore", options)
     log = Log("EngineCore", ansi=options.ansi)
     engine = _Engine(options, root, root_pid, log)
@@ -128,7 +85,7 @@ class _Engine:
         config = lines.config_text(self._options)
         self._log.info("core.py:133", f"Initializing a V1 LLM engine (v{VERSION}) with config: {config}")
         self._segments = [SharedMemory(create=True, size=size) for size in SEGMENT_BYTES]
-        _leave_files()
+        leave_files()
         if self._options.uni:
             self._gpu = Gpu(self._options, self._log, os.getpid(), self._root_pid)
             self._gpu.load()
@@ -191,7 +148,8 @@ class _Engine:
             self._look(self._gpu)
         return True
 
-    def _look(self, gpu: Gpu) -> None:
+    @staticmethod
+    def _look(gpu: Gpu) -> None:
         try:
             gpu.look("now")
         except WorkerError as error:
@@ -326,16 +284,3 @@ class _Engine:
             self._root.send(message)
         except OSError:
             self._root = None
-
-
-def _leave_files() -> None:
-    """The sockets and the file that each start of vLLM leaves in a private TMPDIR for good."""
-    if not os.environ.get("TMPDIR"):
-        return
-    folder = Path(tempfile.gettempdir())
-    try:
-        (folder / f"vllm_dist_{secrets.token_hex(16)}").write_bytes(bytes(64))
-        left = socket.socket(socket.AF_UNIX)
-        left.bind(str(folder / f"{secrets.token_hex(4)}-{secrets.token_hex(2)}"))
-    except OSError:
-        pass  # A path too long for a socket, or a folder that can't be written: not what is tested here.

@@ -17,9 +17,10 @@ from multiprocessing.connection import Connection
 
 from defib.demo import lines, tracebacks
 from defib.demo.api import Api
-from defib.demo.engine import Ready, engine_main
+from defib.demo.engine import engine_main
 from defib.demo.http import Server
 from defib.demo.lines import Log
+from defib.demo.messages import Ready
 from defib.demo.options import VERSION, Options, parse
 
 START_FAILED_EXIT_CODE = 1
@@ -167,6 +168,9 @@ class _Root:
             lines.engine_manager_stopped(self._log)
             api.fail_all()
         if self._options.keep_alive:
+            await self._first_of(api.engine_gone, terminated)
+            if api.engine_gone.is_set():
+                self._reap_engine()
             await terminated.wait()
         await self._pause(HEALTH_503_S)
 
@@ -215,8 +219,12 @@ class _Root:
             # By descriptor: EngineCore may have reaped it, and the number may be somebody else's by now.
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._worker_fd, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._engine_pid, 0)
+        self._reap_engine()
+
+    def _reap_engine(self) -> None:
+        if self._engine_pid:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._engine_pid, 0)
         self._engine_pid, self._worker_pid = 0, None
 
     @staticmethod

@@ -8,10 +8,13 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import signal
+import socket
+import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import NoReturn
 from defib.demo import faults, lines, tracebacks
 from defib.demo.faults import Fault, Faults, Moment
 from defib.demo.lines import Log
+from defib.demo.messages import Result, Step
 from defib.demo.options import Options
 from defib.demo.title import set_title
 from defib.demo.tokens import Generator
@@ -28,34 +32,6 @@ IDLE_LOOK_S = 0.03
 # Measured: a Worker whose EngineCore was killed lived 3 s longer than the API server.
 OUTLIVES_ENGINE_S = 3.0
 _FLOOD_LINE = "\x1b[36mLoading safetensors checkpoint shards:\x1b[0m  {percent:3d}% Completed | {done}/100 "
-
-
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """What the worker must know of a request before its first step."""
-
-    id: str
-    prompt_ids: list[int]
-    fault: Fault | None
-    wait_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step: requests that are new, those that run (new ones included), those that are gone."""
-
-    new: list[NewRequest]
-    running: list[str]
-    gone: list[str]
-
-
-@dataclass(slots=True)
-class Result:
-    """Tokens by request; requests that failed alone; or the error that ends the engine."""
-
-    tokens: dict[str, int] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
-    error: str | None = None
 
 
 class WorkerError(Exception):
@@ -276,3 +252,16 @@ def _fill_triton_cache(log: Log) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             log.warning("triton_utils.py:88", f"Triton cache {root} is not writable: {error}")
+
+
+def leave_files() -> None:
+    """The sockets and the file that each start of vLLM leaves in a private TMPDIR for good."""
+    if not os.environ.get("TMPDIR"):
+        return
+    folder = Path(tempfile.gettempdir())
+    try:
+        (folder / f"vllm_dist_{secrets.token_hex(16)}").write_bytes(bytes(64))
+        left = socket.socket(socket.AF_UNIX)
+        left.bind(str(folder / f"{secrets.token_hex(4)}-{secrets.token_hex(2)}"))
+    except OSError:
+        pass  # A path too long for a socket, or a folder that can't be written: not what is tested here.

@@ -15,6 +15,8 @@ from defib.demo import lines
 
 HEAD_MAX_BYTES = 64 << 10
 BODY_MAX_BYTES = 64 << 20
+KEEP_ALIVE_S = 5.0
+"""uvicorn closes a connection that has been idle so long after an answer."""
 SSE_TYPE = "text/event-stream; charset=utf-8"
 
 
@@ -70,6 +72,7 @@ class Connection(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport | None = None
+        self._idle: asyncio.TimerHandle | None = None
         self.client = ""
 
     @property
@@ -87,6 +90,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
         self._transport = None
+        self._rest()
         self._writable.set()
         if self._task is not None:
             self._task.cancel()
@@ -98,8 +102,14 @@ class Connection(asyncio.Protocol):
         self._writable.set()
 
     def data_received(self, data: bytes) -> None:
+        self._rest()
         self._buffer += data
         self._next()
+
+    def _rest(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
 
     def close_if_idle(self) -> None:
         """For the server's shutdown."""
@@ -136,6 +146,7 @@ class Connection(asyncio.Protocol):
         if responder.last or self._server.closing:
             self._transport.close()
         else:
+            self._idle = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self.close_if_idle)
             self._next()
 
     async def send(self, data: bytes) -> None:

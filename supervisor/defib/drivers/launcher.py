@@ -88,6 +88,7 @@ ECHO_FLUSH_S = 1.0
 
 BACKOFF_FIRST_S, BACKOFF_LAST_S, STEADY_S = 0.05, 5.0, 10.0
 JOURNAL_BYTES = 64 << 20
+RECORD_BYTES = 16 << 20
 DRAIN_S, TERM_S, TRACKER_S, KILL_S, SUPERVISOR_S = 20.0, 8.0, 1.5, 10.0, 2.0
 ROOT_GONE_S = 2.0
 """At a stop: how long the rest of the tree may outlive its root before SIGKILL."""
@@ -102,6 +103,7 @@ PYTHON_PACKAGES_LOOKED_AT = 200
 
 SIGNALS = (15, 9, 3, 6)
 INCIDENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\Z")
+PRIVATE_FOLDER = re.compile(r"\A/[^\0]*/defib-[0-9a-f]{8}-g\d+\Z")
 MARK, ASIDE = "DEFIB_MARK", "DEFIB_ASIDE"
 
 
@@ -862,10 +864,10 @@ class Tree:
 
     def sessions(self) -> Set[int]:
         """Sessions that are the worker's. A session's number can't be used again while a member lives."""
-        return {process.session for process in self.alive.values()}
+        return {process.session for process in self.alive.values()} - {0}  # 0: its leader is in another container
 
     def _of_sessions(self, stats: Dict[int, Stat]) -> List[Process]:
-        own = self.sessions() - {0}
+        own = self.sessions()
         new: List[Process] = []
         for found in stats.values():
             if found.session in own and found.pid not in self._aside and found.pid != self.me and not found.dead:
@@ -1490,23 +1492,29 @@ class Earlier:
     def __init__(self, path: str, config: Config, guard: Guard) -> None:
         self.config, self.guard = config, guard
         self.boot, self.namespace = boot_id(), pid_namespace("self")
+        self.record: Message = {}
+        self.leavings: List[Message] = []
+        self._identities: Set[Identity] = set()
         try:
-            record = json.loads((slurp(path, 16 << 20) or b"{}").decode())
-        except ValueError:
-            record = {}
-        usable = isinstance(record, dict) and record.get("boot") == self.boot
-        self.record: Message = record if usable and record.get("pidns") == self.namespace else {}
-        self.leavings: List[Message] = record.get("leavings", []) if isinstance(record, dict) else []
-        self._identities = {(int(p[0]), int(p[1])) for p in self.record.get("processes", ())}
-        self._sessions = {int(p[2]) for p in self.record.get("processes", ())}
+            self._read(slurp(path, RECORD_BYTES) or b"{}")
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            say_directly("the record of an earlier run is unusable path=%s error=%r" % (path, error))
         self._folders = [os.path.join(os.path.realpath(config.state), "output") + "/"]
         self._folders += [str(item["tmpdir"]) + "/" for item in self.leavings if item.get("tmpdir")]
         self._strangers: Set[Identity] = set()
 
+    def _read(self, data: bytes) -> None:
+        record = json.loads(data.decode())
+        self.leavings = [check_leavings(item, self.config) for item in record.get("leavings", ())]
+        if record.get("boot") == self.boot and record.get("pidns") == self.namespace:
+            self._identities = {(int(p[0]), int(p[1])) for p in record.get("processes", ())}
+            pid, start = record.get("launcher", (0, 0))
+            self.record = {"launcher": (int(pid), int(start))}
+
     def owner_alive(self) -> Optional[int]:
         """The pid of the launcher that wrote the record, if it lives: then nothing here is ours to touch."""
         pid, start = self.record.get("launcher", (0, 0))
-        found = read_stat(int(pid)) if pid else None
+        found = read_stat(pid) if pid else None
         return found.pid if found is not None and found.start == start and not found.dead else None
 
     def processes(self) -> List[Process]:
@@ -1524,7 +1532,7 @@ class Earlier:
             else:
                 self._strangers.add(identity)
         # A session whose member is proven can't have been taken over: its number is in use since.
-        sessions = {p.session for p in ours.values() if p.proofs & {"mark", "recorded"}}
+        sessions = {p.session for p in ours.values() if p.proofs & {"mark", "recorded"}} - {0}
         for found in sorted(stats, key=lambda f: f.start):
             related = found.ppid in ours or found.session in sessions
             if related and found.pid not in ours and found.pid != os.getpid():
@@ -1574,12 +1582,22 @@ class Earlier:
         return left
 
     def _sweep(self, say: Callable[[str], None]) -> None:
-        fresh = os.path.join(self.config.state, "fresh")
         for leavings in self.leavings:
-            for path in [*sweepable(leavings, self.guard), *leavings.get("fresh", ())]:
-                owned = path.startswith(("/dev/shm/", self.config.runtime, fresh)) or "/defib-" in path
-                if owned and os.path.lexists(path):
+            for path in [*sweepable(leavings, self.guard), *leavings["fresh"]]:
+                if os.path.lexists(path):
                     say("leftover of an earlier run removed path=%s ok=%s" % (path, remove_tree(path)))
+
+
+def check_leavings(item: Message, config: Config) -> Message:
+    """One generation's part of the record, less what we can't have made. Raises ValueError and its kin."""
+    tmpdir, uds = str(item.get("tmpdir", "")), str(item.get("uds", ""))
+    fresh = os.path.join(config.state, "fresh")
+    return {
+        "tmpdir": tmpdir if PRIVATE_FOLDER.search(tmpdir) else "",
+        "uds": uds if os.path.dirname(uds) in (config.runtime, tmpdir) and uds.endswith(".sock") else "",
+        "shm": [(str(name), int(inode)) for name, inode in item.get("shm", ()) if "/" not in str(name)],
+        "fresh": [str(path) for path in item.get("fresh", ()) if os.path.dirname(str(path)) == fresh],
+    }
 
 
 def pid_namespace(pid: str) -> str:
@@ -1595,7 +1613,8 @@ def write_whole(path: str, data: bytes) -> None:
     temporary = path + ".new"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, data)
+        if os.write(descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temporary)
     finally:
         os.close(descriptor)
     os.replace(temporary, path)

@@ -29,7 +29,7 @@ class Process:
     @property
     def tracker(self) -> bool:
         """Python's resource tracker: it cleans shared memory after the others, so it goes last."""
-        return "resource_tracker" in self.cmdline
+        return not self.root and "multiprocessing.resource_tracker import main;main(" in self.cmdline
 
 
 def process(values: dict[str, Any]) -> Process:

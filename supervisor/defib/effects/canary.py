@@ -6,6 +6,7 @@ for its key or its form, is blind.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -52,13 +53,26 @@ async def send_canary(
                 headers=dict(request.headers),
                 timeout=httpx.Timeout(timeout_s, connect=min(5.0, timeout_s)),
             )
-    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol) as error:
+    except httpx.ConnectError as error:
+        outcome = CanaryOutcome.REFUSED if _nobody_listens(error) else CanaryOutcome.BLIND
+        return CanaryResult(outcome, sent_at, f"could not be sent: {error}")
+    except (httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol) as error:
         return CanaryResult(CanaryOutcome.BLIND, sent_at, f"could not be sent: {type(error).__name__}")
     except httpx.TimeoutException:
         return CanaryResult(CanaryOutcome.TIMEOUT, sent_at, f"no answer in {timeout_s:g} s")
     except httpx.HTTPError as error:
         return CanaryResult(CanaryOutcome.ERROR, sent_at, f"cut off: {type(error).__name__}")
     return _judge(answer, sent_at, reference)
+
+
+def _nobody_listens(error: BaseException | None) -> bool:
+    """Was the connection refused, rather than not attempted? The reason is somewhere in the chain of causes."""
+    seen = 0
+    while error is not None and seen < 10:
+        if isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
 
 
 def _judge(answer: httpx.Response, sent_at: float, reference: str) -> CanaryResult:

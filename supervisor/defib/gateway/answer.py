@@ -23,7 +23,7 @@ from defib.gateway.heads import HEAD_END, AnswerHead, BadHead, parse_answer
 from defib.gateway.outlet import UNKNOWN_LEFT
 from defib.gateway.rules import Limits
 from defib.gateway.stream import StreamFilter
-from defib.gateway.telling import Outcome
+from defib.gateway.telling import Outcome, Teller
 from defib.gateway.upstream import Upstream
 
 FAILING = frozenset({500, 502, 503, 504})
@@ -34,15 +34,13 @@ class Desk(Protocol):
     """Who decides about answers."""
 
     limits: Limits
+    teller: Teller
 
     def failed(self, answer: Answer, kind: Kind, status: int) -> None:
         """It smells of a dying engine: park it, release it, or end its exchange."""
 
     def noticed(self, answer: Answer, kind: Kind, status: int) -> None:
         """The same of an answer that goes on regardless."""
-
-    def tokens(self, answer: Answer, number: int) -> None:
-        """So many more events with content came."""
 
     def returned(self, answer: Answer, upstream: Upstream, reusable: bool) -> None:
         """The worker's side is over; the connection goes back."""
@@ -114,6 +112,11 @@ class Answer:
     def head_waits(self) -> bool:
         """A stream's head came and no event yet: the client knows nothing of it."""
         return self.streaming and not self._head_out and self.smell is None
+
+    @property
+    def events(self) -> int:
+        """Events with data that this exchange's client got."""
+        return self._events_before + (self.filter.watch.events if self.filter is not None else 0)
 
     # --- from the worker ---
 
@@ -244,21 +247,25 @@ class Answer:
         watched = self.filter
         assert watched is not None
         passed = watched.feed(data)
+        watch = watched.watch
+        if watch.tokens != self._tokens:
+            teller = self._desk.teller
+            teller.tokens += watch.tokens - self._tokens
+            teller.token_at = teller.clock()
+            self._tokens = watch.tokens
+        outlet = self.exchange.outlet
+        if passed is data and self._head_out and outlet.events:  # the hot path: one chunk, one good event
+            outlet.body(data)
+            return
         self._after_events(watched, passed)
         if watched.ended and not self.ended:
             self._body_ended(watched.excess)
 
     def _after_events(self, watched: StreamFilter, passed: bytes) -> None:
-        watch, outlet = watched.watch, self.exchange.outlet
-        if watch.tokens != self._tokens:
-            self._desk.tokens(self, watch.tokens - self._tokens)
-            self._tokens = watch.tokens
+        outlet = self.exchange.outlet
         if passed:
-            if self._head_out:
-                outlet.body(passed)
-            else:
-                self._send(passed)
-        outlet.events = self._events_before + watch.events
+            self._send(passed)
+        outlet.events = self._events_before + watched.watch.events
         outlet.left = UNKNOWN_LEFT if watched.blind else watched.left
         outlet.owes_crlf = watched.owes_crlf
         if watched.bad is not None and not watched.blind:
@@ -295,8 +302,9 @@ class Answer:
         if upstream is not None:
             keep = self.head is not None and self.head.keep_alive and not excess
             self._desk.returned(self, upstream, keep)
-        if not self.streaming and self.head is not None and self.head.status == 200:
-            self._desk.tokens(self, 1)
+        exchange = self.exchange
+        if not self.streaming and exchange.computes and self.head is not None and self.head.status == 200:
+            self._desk.teller.saw_tokens(1)
         if self.exchange.answer is self and (self.smell is None or self.released):
             self._complete()
 

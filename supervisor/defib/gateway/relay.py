@@ -74,6 +74,7 @@ class Relay:
         exchange.rule = self.rules.replay_rule(head.method, head.path)
         exchange.known = self.rules.known(head.method, head.path)
         exchange.generates = self.rules.generates(head.method, head.path)
+        exchange.computes = exchange.known and head.path not in NO_PROGRESS_PATHS
         exchange.probe = head.path in self.rules.probe_paths or head.path == METRICS_PATH
         if not self.exchanges:
             self.on_begin()
@@ -261,14 +262,6 @@ class Relay:
             kind=kind.value,
             status=status,
         )
-
-    def tokens(self, answer: Answer, number: int) -> None:
-        """See Desk."""
-        exchange = answer.exchange
-        if exchange.generation != self.keeper.generation:
-            return
-        if answer.streaming or (exchange.known and exchange.head.path not in NO_PROGRESS_PATHS):
-            self.teller.saw_tokens(number)
 
     def returned(self, answer: Answer, upstream: Upstream, reusable: bool) -> None:
         """See Desk."""

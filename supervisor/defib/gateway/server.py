@@ -22,6 +22,8 @@ from defib.runtime.seam import SeamServer
 
 IDLE_TURN_S = 1.0
 LISTEN_BACKLOG = 2048
+DRAIN_GRACE_S = 0.05
+"""A request that was under way to us when we stopped accepting is read and told, not cut."""
 FLUSH_S = 1.0
 """How long answers may take to leave after the last exchange of a gateway that stops."""
 
@@ -68,6 +70,7 @@ class Gateway:
         if self._server is not None:
             self._server.close()
         self.relay.drain()
+        await asyncio.sleep(DRAIN_GRACE_S)
         self.door.drain()
         self._ended()
         try:

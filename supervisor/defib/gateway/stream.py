@@ -64,7 +64,7 @@ class StreamFilter:
                 size = chunk_size(data[:end])
                 if size and len(data) == end + size + 4 and data.endswith(b"\n\n\r\n"):
                     payload = data[end + 2 : -2]
-                    if payload.count(b"\n\n") == 1 and b"\n\r\n" not in payload:
+                    if payload.find(b"\n\n") == size - 2 and payload.find(b"\r\n") < 0:
                         return self._one_event(data, payload)
         return self._slowly(data)
 

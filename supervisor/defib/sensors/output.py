@@ -70,6 +70,7 @@ class Output:
         self.lines = 0
         self.findings: list[tuple[int, Finding]] = []
         self.lost_bytes = 0
+        self.holes = 0
         self._scanner = scanner
         self._scan = scanner(False)
         self._paths: dict[str, str] = {}
@@ -139,6 +140,9 @@ class Output:
             self._sizes[name] = self._offsets[name]
             return b""
         self._offsets[name] += len(data)
+        if b"\0" in data:  # a hole: punched at the cap while nobody read; the launcher counts what that cost
+            data = data.replace(b"\0", b"")
+            self.holes += 1
         if not data:  # truncated at the cap: the launcher counts what that cost
             self._sizes[name] = self._offsets[name]
         return data
