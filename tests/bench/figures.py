@@ -48,8 +48,7 @@ def show(figures: list[Figure], out: str | None) -> None:
         goal = "-" if f.goal is None else f"{f.goal:g}"
         ok = {None: "-", True: "yes", False: "NO"}[f.ok]
         low, high = (min(f.samples), max(f.samples)) if f.samples else (float("nan"), float("nan"))
-        print(
-            f"{f.name:<{width}}  {f.ours:10.4f} {low:10.4f} {high:10.4f} {len(f.samples):4} {goal:>8}  {ok:<4} {f.beside}"
-        )
+        numbers = f"{f.ours:10.4f} {low:10.4f} {high:10.4f} {len(f.samples):4}"
+        print(f"{f.name:<{width}}  {numbers} {goal:>8}  {ok:<4} {f.beside}")
     if out:
         Path(out).write_text("".join(f.line() + "\n" for f in figures))

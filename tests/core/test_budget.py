@@ -31,8 +31,8 @@ def test_a_launch_leaves_the_window_exactly_at_its_end() -> None:
     budget = Budget(window_s=100.0)
     assert trimmed(ledger, budget, 109.999) == ledger
     assert trimmed(ledger, budget, 110.0) == ()
-    assert frees_at(ledger, budget, 50.0) == 110.0
-    assert frees_at((), budget, 50.0) == 50.0
+    assert frees_at(RUNGS[:1], NONE, ledger, "ima", budget, 50.0) == 110.0
+    assert frees_at(RUNGS[:1], NONE, (), "ima", budget, 50.0) == 50.0
 
 
 def test_a_bad_rung_is_skipped_and_a_proven_launch_forgiven() -> None:

@@ -86,6 +86,56 @@ def test_what_the_client_still_expects_of_a_chunk_is_known(seed: int) -> None:
     assert ChunkScanner().feed(out + fill) == len(out + fill)
 
 
+EVENTS = [
+    *GOOD,
+    ERROR,
+    token(""),
+    token("x", '"length"'),
+    token('\\"error\\"'),
+    b"event: x\n" + GOOD[0],
+    GOOD[0] + GOOD[1],
+]
+EVENTS += [
+    b'data: {"choices":[],"usage":{}}\n\n',
+    GOOD[0].replace(b"\n\n", b"\r\n\r\n"),
+    GOOD[0][:-1],
+    b"data: [DONE]x\n\n",
+]
+RAW = [*map(chunk, EVENTS), chunk(GOOD[0]).replace(b"\r\n", b"\rX", 1), chunk(GOOD[0])[:-1] + b"x", chunk(GOOD[0])[:-3]]
+RAW += [
+    chunk(GOOD[0]) + chunk(GOOD[1]),
+    chunk(GOOD[0])[:30],
+    b"0\r\n\r\n",
+    b"zz\r\n" + GOOD[0] + b"\r\n",
+    b"\r\n",
+    b"\r",
+]
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.sampled_from(RAW), max_size=6))
+def test_the_hot_path_says_yes_only_where_the_slow_one_passes_all_and_counts_the_same(raws: list[bytes]) -> None:
+    fast, slow = StreamFilter(ChunkScanner(), 1 << 20), StreamFilter(ChunkScanner(), 1 << 20)
+    for raw in [chunk(GOOD[0]), *raws]:
+        hot = fast.is_token(raw)
+        try:
+            passed = slow.feed(raw)
+        except BadFraming:
+            assert not hot
+            return
+        assert passed == raw or not hot
+        if not hot:
+            assert fast.feed(raw) == passed
+        assert (fast.watch.tokens, fast.watch.events) == (slow.watch.tokens, slow.watch.events)
+        assert (fast.watch.finished, fast.bad, fast.left) == (slow.watch.finished, slow.bad, slow.left)
+
+
+def test_the_usual_event_takes_the_hot_path() -> None:
+    filter_ = StreamFilter(ChunkScanner(), 1 << 20)
+    filter_.feed(chunk(GOOD[0]))
+    assert filter_.is_token(chunk(GOOD[1]))
+
+
 def test_an_event_is_judged_only_when_whole_and_not_before() -> None:
     raw = chunk(GOOD[0])
     filter_ = StreamFilter(ChunkScanner(), 1 << 20)

@@ -101,6 +101,42 @@ def test_a_bug_in_one_step_does_not_end_the_watch(caplog: pytest.LogCaptureFixtu
     assert "a bug" in caplog.text
 
 
+def test_a_command_that_fails_does_not_take_the_others_with_it() -> None:
+    async def run() -> None:
+        seen = Seen()
+
+        def do(command: Command) -> None:
+            if isinstance(command, Note):
+                raise OSError("full")
+            seen.commands.append(command)
+
+        seen.loop.on_command = do
+        seen.loop.post(Booted(100.0, 1, True, "a:1", 100.0))
+        assert seen.commands and seen.loop.bugs > 0 and seen.loop._timers
+        seen.loop.stop()
+
+    asyncio.run(run())
+
+
+def test_a_deadline_that_meets_a_bug_comes_again() -> None:
+    class Bad(Machine):
+        def step(self, event: Event) -> list[Command]:
+            if isinstance(event, Elapsed):
+                raise RuntimeError("a bug")
+            return super().step(event)
+
+    async def run() -> None:
+        seen = Seen(Bad(Rules()))
+        seen.loop.post(Booted(100.0, 1, True, "a:1", 100.0))
+        seen.clock.now += 900.5
+        seen.loop._expected = seen.clock.now
+        seen.loop._wake()
+        assert [wait.name for _, _, wait in seen.loop._timers] == ["phase"]
+        seen.loop.stop()
+
+    asyncio.run(run())
+
+
 def test_the_queue_is_bounded() -> None:
     async def run() -> None:
         seen = Seen()

@@ -1,17 +1,8 @@
-"""A simulated world around the machine: virtual time, seeded dice, generations that live, fail and die.
+"""A simulated world around the machine: virtual time, seeded dice, no asyncio, no clock.
 
-Invariants, checked after every step (`Broken` names the one that fell):
-
-- one-alive        at most one generation has living processes
-- empty-before-launch  no launch before every process of the generations before is gone
-- proven-before-open   traffic reaches a generation only after its canary; never the one that was convicted
-- no-harm          a generation that is well is not killed, except on an operator's order
-- observe          in observe nothing is paused, held, killed, cleared or launched
-- stopped          once the instance stops nothing more is asked of the world
-- deadline         every phase that waits has a deadline
-- budget           launches inside the window stay within the budget
-- paused           an operator's pause is kept until the operator ends it
-- settled          every incident settles exactly once
+It has a launcher with generations of processes, sensors, a gateway with the real gate, a state store, an operator,
+and a supervisor that can be killed between any two commands. Effects end, fail, hang, come late or lose their answer.
+What must hold stands in `invariants.py` and is checked after every step.
 """
 
 from __future__ import annotations
@@ -21,7 +12,9 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from tests.sim.invariants import Broken, Watch, require
 
 from defib.core.commands import (
     Capture,
@@ -69,68 +62,110 @@ from defib.core.events import (
 )
 from defib.core.machine import Machine, Table
 from defib.core.state import Phase, Rules
-from defib.core.witnesses import FAILED
+from defib.gateway.gate import Gate, GateKeeper
+from defib.runtime.seam import SeamRefused
 
-WAITING = frozenset(Phase) - {Phase.SERVING, Phase.STOPPING, Phase.PAUSED}
-TOUCHING = (PauseTraffic, HoldTraffic, KillTree, ClearCaches, Launch, CheckGate)
-QUIET = (Note, Settle, Persist)
+LEASE_S = 30.0
+FREEZE_S = 90.0
+POISONED = FaultClass.POISONED_CONTEXT
+Make = Callable[[], Event | None]
+MachineType = Callable[..., Machine]
 
 
-class Broken(AssertionError):
-    """An invariant fell."""
+def _quietly(act: Callable[[], object]) -> Make:
+    """It happens, and nobody is told."""
 
-    def __init__(self, name: str, detail: str) -> None:
-        self.name = name
-        super().__init__(f"{name}: {detail}")
+    def make() -> None:
+        act()
+
+    return make
 
 
 @dataclass
-class Generation:
+class Worker:
     """The truth about one generation."""
 
     number: int
-    alive: bool = True
+    launched_at: float
+    rung: str = "primary"
+    processes: set[ProcessKind] = field(default_factory=lambda: set(ProcessKind))
     ready: bool = False
-    ill: bool = False
+    illness: str = ""
+    """`poisoned`: answers errors. `hung`: answers nothing. Empty: well, though it may be busy."""
+    busy_until: float = 0.0
+    unkillable_until: float = 0.0
+    straggler: bool = False
+    """A process that no proof finds until somebody looks again."""
     tested: bool = False
-    convicted: bool = False
-    launched_at: float = 0.0
+    lied_about: bool = False
+    code: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.processes) or self.straggler
+
+    @property
+    def well(self) -> bool:
+        return {ProcessKind.ROOT, ProcessKind.ENGINE} <= self.processes and not self.illness
+
+
+@dataclass
+class Sensor:
+    """The health probe: says ready once per address, and 503 once until it has seen 200 again."""
+
+    watched: tuple[int, str | None] = (0, None)
+    ready: bool = False
+    failed: bool = False
 
 
 class World:
-    """One instance from its first start. `run(seconds)` lets time pass; faults come from the caller or the dice."""
+    """One instance from its first start. `run(seconds)` lets time pass; faults are methods."""
 
-    def __init__(self, seed: int, rules: Rules | None = None, table: Table | None = None, trouble: float = 1.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        rules: Rules | None = None,
+        table: Table | None = None,
+        machine: MachineType = Machine,
+        trouble: float = 1.0,
+    ) -> None:
         self.dice = random.Random(seed)
         self.rules = rules or Rules()
-        self.table = table
+        self._new_machine = lambda: machine(self.rules, table=table)
         self.trouble = trouble
+        self.bad_flag = self.dice.random() < 0.1
+        """This engine doesn't know the fallback's flag."""
         self.now = 1000.0
         self.transcript: list[str] = []
-        self.generations: dict[int, Generation] = {}
-        self.saved = Resume()
-        self.launches: list[float] = []
-        self.opened: set[str] = set()
-        self.settled: Counter[str] = Counter()
-        self.stopped = False
-        self.pause_ordered = False
-        self.order = False
-        """An operator said resume: the next kill is theirs."""
-        self.gateway = True
         self.counts: Counter[str] = Counter()
-        self._queue: list[tuple[float, int, int, Callable[[], Event | None]]] = []
+        self.watch = Watch(self.rules)
+        self.workers: dict[int, Worker] = {}
+        self.generation = 0
+        self.machine = self._new_machine()
+        self.timers: dict[int, tuple[float, str]] = {}
+        self.saved: Resume | None = None
+        self.stale = False
+        """What is saved is older than what was known: the disk was full, or kill -9 came first."""
+        self.store_fails_until = 0.0
+        self.stopped = False
+        self.up = False
+        self.frozen = False
+        self.inbox: list[Event] = []
+        self.sensor = Sensor()
+        self.gate = GateKeeper()
+        self.gateway = True
+        self._queue: list[tuple[float, int, int | None, Make]] = []
         self._number = itertools.count()
         self._life = 0
-        """Counts supervisors: what a dead one waited for is never heard."""
-        self.machine = Machine(self.rules, table=table)
-        self._begin(1)
-        self._boot(None)
+        self._crash_in: int | None = None
+        self._begin("primary")
+        self.later(self.dice.uniform(0.05, 1), self._boot, ours=False)
 
     # --- time ---
 
-    def later(self, seconds: float, make: Callable[[], Event | None], ours: bool = True) -> None:
-        """An event to come. `ours`: it dies with the supervisor that waits for it."""
-        life = self._life if ours else -1
+    def later(self, seconds: float, make: Make, ours: bool = True) -> None:
+        """Something to come. `ours`: it dies with the supervisor that waits for it."""
+        life = self._life if ours else None
         heapq.heappush(self._queue, (self.now + seconds, next(self._number), life, make))
 
     def run(self, seconds: float) -> None:
@@ -138,343 +173,555 @@ class World:
         while self._queue and self._queue[0][0] <= end:
             at, _, life, make = heapq.heappop(self._queue)
             self.now = max(self.now, at)
-            if life not in (-1, self._life):
-                continue
-            event = make()
-            if event is not None:
-                self.tell(event)
-        self.now = end
+            if life is None or life == self._life:
+                event = make()
+                if event is not None:
+                    self.tell(event)
+        self.now = max(self.now, end)
 
     def tell(self, event: Event) -> None:
-        self.transcript.append(f"{self.now:.3f} {event}")
-        before = self.machine.state.phase
-        commands = self.machine.step(event)
-        for command in commands:
-            self.transcript.append(f"    {command}")
-            self._check(command)
-            self._do(command)
-        self._check_state(before, event)
-
-    # --- what the world does ---
-
-    def _begin(self, number: int) -> None:
-        born = Generation(number, launched_at=self.now)
-        self.generations[number] = born
-        alive = [g.number for g in self.generations.values() if g.alive]
-        if len(alive) > 1:
-            raise Broken("one-alive", f"generations {alive}")
-        fate = self.dice.random()
-        if number > 1 and fate < 0.12 * self.trouble:
-            born.ill = True
-            code = self.dice.choice((1, 2, None))
-            self.later(self.dice.uniform(0.1, 20), lambda: self._root_dies(born, code), ours=False)
-        elif number > 1 and fate < 0.16 * self.trouble:
-            born.ill = True  # never ready
-        else:
-            self.later(self.dice.uniform(1, 60), lambda: self._gets_ready(born), ours=False)
-
-    def _gets_ready(self, g: Generation) -> Event | None:
-        if not g.alive or self.stopped:
-            return None
-        g.ready = True
-        if self.dice.random() < 0.1 * self.trouble and g.number > 1:
-            g.ill = True  # ready and useless
-        return Ready(self.now, g.number)
-
-    def _root_dies(self, g: Generation, code: int | None) -> Event | None:
-        if not g.alive:
-            return None
-        g.alive, g.ill = False, True
-        return Exited(self.now, g.number, 100 + g.number, ProcessKind.ROOT, code)
-
-    def _boot(self, resume: Resume | None) -> None:
-        newest = self.generations[max(self.generations)]
-        self.tell(
-            Booted(
-                at=self.now,
-                generation=newest.number,
-                running=newest.alive,
-                address=f"127.0.0.1:{newest.number}",
-                launched_at=newest.launched_at,
-                code=None if newest.alive else 0,
-                resume=resume,
-            )
-        )
-        if newest.alive and newest.ready:  # the health sensor finds it so
-            self.later(0.2, lambda: Ready(self.now, newest.number) if newest.alive else None)
-
-    def current(self) -> Generation | None:
-        alive = [g for g in self.generations.values() if g.alive]
-        return alive[0] if alive else None
-
-    def _effect(self, ticket: int, effect: Effect, act: Callable[[], Done | None], slow: float) -> None:
-        """An effect that ends, fails, hangs or comes late."""
-        fate = self.dice.random()
-        if fate < 0.03 * self.trouble:
-            return  # never heard of again; and not done either
-        if fate < 0.07 * self.trouble:
-            self.later(self.dice.uniform(0, slow), lambda: Done(self.now, ticket, effect, False, "failed"))
+        """The supervisor learns something, if there is one; a frozen one learns it later."""
+        if not self.up:
             return
-        seconds = self.dice.uniform(0.01, slow) * (40 if fate > 1 - 0.03 * self.trouble else 1)
-        self.later(seconds, lambda: None, ours=False)
-        self.later(seconds, act)
+        if self.frozen:
+            self.inbox.append(event)
+            return
+        self.counts["steps"] += 1
+        self.transcript.append(f"{self.now:.3f} {event}")
+        before = self.machine.state
+        self.watch.told(before, event)
+        commands = self.machine.step(event)
+        for number, command in enumerate(commands):
+            if self._crash_in is not None and number == self._crash_in:
+                self._cut(commands[:number], commands[number:])
+                return
+            self.transcript.append(f"    {command}")
+            alive = {w.number for w in self.workers.values() if w.processes}
+            self.watch.asked(self.now, self.machine.state, command, alive)
+            self._do(command)
+        timers = {ticket: at for ticket, (at, _) in self.timers.items()}
+        self.watch.stepped(self.machine.state, timers, event)
+        self._check_gate()
+        self._follow()
+
+    def _cut(self, done: list[Command], lost: list[Command]) -> None:
+        """kill -9 between two commands: what was opened or settled but not persisted may be so again, or never."""
+        self._crash_in = None
+        if any(isinstance(c, Persist) for c in lost):
+            self.stale = True
+            self.watch.forgotten |= {c.incident for c in [*done, *lost] if isinstance(c, Settle)}
+            notes = [dict(c.fields).get("incident") for c in done if isinstance(c, Note)]
+            self.watch.forgotten |= {str(incident) for incident in notes if incident}
+            self.watch.forgotten |= {c.resume.incident for c in done if isinstance(c, Persist) and c.resume.incident}
+        self.kill_supervisor()
+
+    # --- the supervisor's life ---
+
+    def _boot(self) -> Event | None:
+        if self.stopped or self.up:
+            return None
+        self.up, self.machine = True, self._new_machine()
+        watch, resume = self.watch, self._remembered()
+        watch.stopping, watch.books = False, watch.saved
+        if self.stale:
+            watch.convicted.clear()
+            if resume is not None and resume.proven and resume.generation == self.generation:
+                watch.proofs.add(self.generation)
+        watch.paused = resume is not None and resume.phase == Phase.PAUSED
+        watch.facts = {}
+        watch.answered = resume is not None and resume.answered
+        if self.dice.random() < 0.05 * self.trouble:
+            self.tell(PauseOrdered(self.now))  # an operator who is faster than the launcher's snapshot
+        worker = self.workers[self.generation]
+        running = ProcessKind.ROOT in worker.processes
+        address = self._address(worker.number)
+        code = None if running else worker.code
+        self.tell(Booted(self.now, worker.number, running, address, worker.launched_at, code, resume))
+        if self.up and self.gateway:
+            self.tell(GatewayBack(self.now, self.gate.generation, self.gate.gate.value))
+        return None
+
+    def _remembered(self) -> Resume | None:
+        """What was persisted; times that went through wall time differ a little."""
+        if self.saved is None:
+            return None
+        near = self.dice.uniform(-0.001, 0.001)
+        return replace(self.saved, ledger=tuple((at + near, c, r) for at, c, r in self.saved.ledger))
+
+    def kill_supervisor(self) -> None:
+        """kill -9: what it waited for is never heard."""
+        if self.up and not self.frozen:
+            self.counts["supervisor"] += 1
+            self._life += 1
+            self.up, self.timers, self.inbox, self.sensor = False, {}, [], Sensor()
+            self.later(self.dice.uniform(0.05, 1.5), self._boot, ours=False)
+
+    def kill_supervisor_soon(self) -> None:
+        """Not between two events but between two commands of the next step."""
+        self._crash_in = self.dice.randint(0, 8)
+
+    def freeze(self) -> None:
+        """SIGSTOP, suspend or throttling: we do not run for a while, the world does. Deadlines move, as in the loop."""
+        if self.up and not self.frozen:
+            self.counts["freeze"] += 1
+            self.frozen = True
+            self.timers = {t: (at + FREEZE_S, name) for t, (at, name) in self.timers.items()}
+            self.later(FREEZE_S, self._thaw)
+
+    def _thaw(self) -> None:
+        self.frozen = False
+        inbox, self.inbox = self.inbox, []
+        for event in inbox:
+            self.tell(replace(event, at=self.now))
+
+    def _follow(self) -> None:
+        """The health probe looks at what the machine calls current, as the app tells it to."""
+        s = self.machine.state
+        watched = (s.generation, s.address if s.alive else None)
+        if self.up and watched != self.sensor.watched:
+            ready = s.phase not in (Phase.STARTING, Phase.LAUNCHING) and s.proven
+            self.sensor = Sensor(watched, ready)
+            self._look()
+
+    def _look(self) -> None:
+        self.later(self.dice.uniform(0.01, 0.5), self._ask_health)
+
+    def _ask_health(self) -> Event | None:
+        generation, address = self.sensor.watched
+        worker = self.workers.get(generation)
+        if address is None or worker is None or not worker.ready or ProcessKind.ROOT not in worker.processes:
+            return None
+        dead = ProcessKind.ENGINE not in worker.processes
+        if not dead and not self.sensor.ready:
+            self.sensor.ready, self.sensor.failed = True, False
+            return Ready(self.now, generation)
+        if dead and self.sensor.ready and not self.sensor.failed:
+            self.sensor.failed = True
+            return HealthFailed(self.now, generation, 503)
+        return None
+
+    # --- what it asks for ---
 
     def _do(self, command: Command) -> None:
         match command:
             case Wait(name, at, ticket):
-                self.later(max(0.0, at - self.now), lambda: Elapsed(self.now, name, ticket))
+                self.timers[ticket] = (at, name)
+                self.later(max(0.0, at - self.now), lambda: self._ring(ticket))
             case Persist(resume):
-                self.saved = resume
-                if self.dice.random() < 0.01 * self.trouble:
-                    self.later(0, lambda: StoreFailed(self.now, "disk full"))
+                self._save(resume)
             case Capture(ticket=ticket):
-                self._effect(ticket, Effect.CAPTURE, lambda: Done(self.now, ticket, Effect.CAPTURE, True), 1.0)
+                self._effect(ticket, Effect.CAPTURE, 1.0)
             case KillTree(ticket=ticket, generation=generation):
-                self._effect(ticket, Effect.KILL, lambda: self._killed(ticket, generation), 2.0)
-            case CheckGate(ticket=ticket):
-                self._effect(ticket, Effect.GATE, lambda: Done(self.now, ticket, Effect.GATE, True), 0.5)
+                self._check_harm(generation)
+                self._effect(ticket, Effect.KILL, 2.0, lambda: self._killed(generation))
+            case CheckGate(ticket=ticket, generation=generation):
+                self._effect(ticket, Effect.GATE, 0.5, lambda: self._gated(generation))
             case ClearCaches(ticket=ticket):
-                self._effect(ticket, Effect.CLEAR, lambda: Done(self.now, ticket, Effect.CLEAR, True), 0.5)
-            case Launch(ticket=ticket, generation=generation):
-                self._effect(ticket, Effect.LAUNCH, lambda: self._launched(ticket, generation), 0.3)
+                self._effect(ticket, Effect.CLEAR, 0.5)
+            case Launch(ticket=ticket, generation=generation, rung=rung):
+                self._launch(ticket, generation, rung)
             case Probe():
                 self._probe(command)
-            case OpenTraffic(generation=generation):
-                if self.gateway and self.machine.state.phase is Phase.REPLAYING:
-                    self.later(self.dice.uniform(0, 3), lambda: Replayed(self.now, generation, 1, 0))
             case Finish():
-                self.later(0.1, self._stop)
+                if self.dice.random() > 0.3 * self.trouble:
+                    self.later(0.1, self._stop)
+            case PauseTraffic() | HoldTraffic() | OpenTraffic() | RefuseTraffic():
+                self._rule(command)
             case _:
                 pass
 
-    def _killed(self, ticket: int, generation: int) -> Done:
-        if self.dice.random() < 0.03 * self.trouble:
-            return Done(self.now, ticket, Effect.KILL, False, "alive after SIGKILL")
-        for g in self.generations.values():
-            if g.number <= generation:
-                g.alive = False
-        return Done(self.now, ticket, Effect.KILL, True)
+    def _ring(self, ticket: int) -> Event | None:
+        at, name = self.timers[ticket]
+        if at > self.now + 1e-6:  # it was moved
+            self.later(at - self.now, lambda: self._ring(ticket))
+            return None
+        del self.timers[ticket]
+        return Elapsed(self.now, name, ticket)
 
-    def _launched(self, ticket: int, generation: int) -> Done:
-        if any(g.alive for g in self.generations.values()) or generation in self.generations:
-            return Done(self.now, ticket, Effect.LAUNCH, False, "refused: not empty")
-        self._begin(generation)
-        return Done(self.now, ticket, Effect.LAUNCH, True, address=f"127.0.0.1:{generation}")
+    def _save(self, resume: Resume) -> None:
+        if self.now >= self.store_fails_until:
+            self.saved, self.watch.saved, self.stale = resume, self.watch.books, False
+            return
+        self.stale = True
+        self.watch.forgotten |= self.watch.opened
+        if resume.incident is not None:
+            self.watch.forgotten.add(resume.incident)
+        self.later(0, lambda: StoreFailed(self.now, "disk full"))
+
+    def _effect(self, ticket: int, effect: Effect, slow_s: float, act: Callable[[], Done | None] | None = None) -> None:
+        """An effect ends, fails, hangs (done or not) or comes late."""
+        fate, seconds = self.dice.random() / (self.trouble or 1e-9), self.dice.uniform(0.01, slow_s)
+
+        def end() -> Event:
+            done = act() if act is not None else None
+            return replace(done, ticket=ticket, at=self.now) if done else Done(self.now, ticket, effect, True)
+
+        if fate < 0.02:
+            return
+        if fate < 0.04:
+            self.later(seconds, _quietly(end))
+        elif fate < 0.08:
+            self.later(seconds, lambda: Done(self.now, ticket, effect, False, "failed"))
+        else:
+            self.later(seconds * (40 if fate < 0.11 else 1), end)
+
+    def _killed(self, generation: int) -> Done | None:
+        worker = self.workers.get(generation)
+        if worker is None or generation != self.generation:
+            return None  # gone with the launch of the next, or never launched
+        for kind in sorted(worker.processes):
+            if kind is not ProcessKind.ENGINE or self.now >= worker.unkillable_until:
+                self._exit(worker, kind, None, ordered=True)
+        if worker.processes:
+            return Done(self.now, 0, Effect.KILL, False, "alive after SIGKILL")
+        worker.straggler = worker.straggler and self.dice.random() < 0.5
+        return None
+
+    def _gated(self, generation: int) -> Done | None:
+        worker = self.workers.get(generation)
+        if worker is not None and worker.straggler:
+            return Done(self.now, 0, Effect.GATE, False, "a straggler", stuck=True)
+        return Done(self.now, 0, Effect.GATE, False, "unreadable") if self.dice.random() < 0.05 else None
+
+    def _launch(self, ticket: int, generation: int, rung: str) -> None:
+        fate, seconds = self.dice.random() / (self.trouble or 1e-9), self.dice.uniform(0.01, 0.3)
+        if fate < 0.03:  # not even tried: a full disk
+            self.later(seconds, lambda: Done(self.now, ticket, Effect.LAUNCH, False, "no space left"))
+        elif fate < 0.04:  # never heard of, never done
+            return
+        else:
+            ended: list[Event] = []
+            self.later(0.01, _quietly(lambda: ended.append(self._launched(ticket, generation, rung))), ours=False)
+            if fate < 0.06:  # the answer was lost with the connection; the next snapshot shows what is
+                self.later(0.011, lambda: Done(self.now, ticket, Effect.LAUNCH, False, "lost"))
+                self.later(0.012, self._snapshot)
+            else:
+                self.later(0.011 + seconds * (40 if fate < 0.1 else 1), lambda: replace(ended[0], at=self.now))
+
+    def _launched(self, ticket: int, generation: int, rung: str) -> Event:
+        if generation != self.generation + 1 or any(w.alive for w in self.workers.values()) or self.stopped:
+            return Done(self.now, ticket, Effect.LAUNCH, False, "refused")
+        self._begin(rung)
+        address = self._address(generation)
+        return Done(self.now, ticket, Effect.LAUNCH, True, "", address)
+
+    def _snapshot(self) -> Event | None:
+        """The connection to the launcher is back: the app compares generations."""
+        s = self.machine.state
+        if self.generation > s.generation:
+            return Adopted(self.now, self.generation, self._address(self.generation))
+        if self.generation == s.generation and s.alive and not self._root_lives(self.generation):
+            return Exited(self.now, s.generation, 1, ProcessKind.ROOT, None, name="root")
+        return None
 
     def _probe(self, command: Probe) -> None:
-        g = self.generations.get(command.generation)
-        sent = self.now
-        if g is None or not g.alive:
-            outcome, seconds = CanaryOutcome.REFUSED, 0.01
-        elif g.ill:
-            outcome = self.dice.choice((CanaryOutcome.ERROR, CanaryOutcome.TIMEOUT, CanaryOutcome.DIFFERS))
-            outcome = (
-                CanaryOutcome.ERROR if command.purpose != "prove" and outcome is CanaryOutcome.DIFFERS else outcome
-            )
-            seconds = command.timeout_s if outcome is CanaryOutcome.TIMEOUT else 0.1
-        else:
-            blind = self.dice.random() < 0.03 * self.trouble
-            outcome, seconds = (CanaryOutcome.BLIND if blind else CanaryOutcome.ANSWERED), self.dice.uniform(0.02, 0.5)
+        sent, worker = self.now, self.workers.get(command.generation)
+        if self.dice.random() < 0.02 * self.trouble:
+            return
+        seconds, outcome = self._answer(command, worker)
 
-        def done() -> Event:
-            if g is not None and (command.purpose == "reference" or outcome not in FAILED):
-                g.tested = True
+        def done() -> Event | None:
+            if worker is not None and command.ticket in (self.machine.state.pending, self.machine.state.probe):
+                worker.tested = worker.tested or outcome is CanaryOutcome.ANSWERED
             return CanaryDone(self.now, command.ticket, outcome, sent)
 
         self.later(seconds, done)
 
+    def _answer(self, command: Probe, worker: Worker | None) -> tuple[float, CanaryOutcome]:
+        dice, quick = self.dice.random() / (self.trouble or 1e-9), self.dice.uniform(0.01, 0.5)
+        if worker is None or ProcessKind.ROOT not in worker.processes or not worker.ready:
+            return quick, CanaryOutcome.REFUSED
+        if dice < 0.03:
+            return quick, CanaryOutcome.BLIND
+        if worker.illness == "hung" or self.now < worker.busy_until:
+            return command.timeout_s, CanaryOutcome.TIMEOUT
+        if worker.illness or ProcessKind.ENGINE not in worker.processes:
+            return quick, CanaryOutcome.ERROR
+        differs = dice < 0.1 and worker.rung == "eager"
+        return quick, CanaryOutcome.DIFFERS if differs else CanaryOutcome.ANSWERED
+
+    # --- the gateway ---
+
+    def _rule(self, command: Command) -> None:
+        if not self.gateway:
+            return
+        try:
+            match command:
+                case OpenTraffic(generation, address):
+                    self.gate.open(generation, address, 0.0)
+                    waits = self.dice.random() < 0.5
+                    self.later(self.dice.uniform(0, 3 if waits else 0.01), lambda: self._replayed(generation))
+                case PauseTraffic(generation):
+                    self.gate.pause(generation, self.now, LEASE_S)
+                case HoldTraffic(generation, incident, ready_in_s):
+                    self.gate.hold(generation, self.now, LEASE_S, ready_in_s, incident)
+                case RefuseTraffic(reason, retry_after_s):
+                    self.gate.refuse(reason, retry_after_s)
+                case _:
+                    pass
+        except SeamRefused:
+            self.counts["refused"] += 1
+        if self.gate.lease_ends is not None:
+            self.later(LEASE_S, _quietly(lambda: self.gate.expire(self.now)), ours=False)
+
+    def _replayed(self, generation: int) -> Event | None:
+        lost = self.dice.random() < 0.05 * self.trouble
+        return None if lost or not self.gateway else Replayed(self.now, generation, 1, 0)
+
+    def _check_gate(self) -> None:
+        """`held` and `lease`, as the gateway sees them."""
+        s = self.machine.state
+        if not self.up or not self.gateway or self.rules.observe or self.stopped or s.phase is Phase.STOPPING:
+            return
+        if self.gate.gate is Gate.OPEN:
+            require(self.gate.generation not in self.watch.convicted, "held", f"open to {self.gate.generation}")
+        if self.gate.gate in (Gate.HELD, Gate.PAUSED):
+            ticket = dict(s.waits).get("lease", -1)
+            armed = ticket in self.timers and self.timers[ticket][0] <= self.now + self.rules.lease_renew_s + FREEZE_S
+            looking = s.phase is Phase.SUSPECTING or (s.phase is Phase.STARTING and s.generation <= 1)
+            require(armed or looking, "lease", f"{self.gate.gate} in {s.phase} and not said again")
+
+    def _check_harm(self, generation: int) -> None:
+        worker = self.workers.get(generation)
+        if worker is not None and worker.number not in self.watch.convicted:
+            well = worker.well and worker.ready and worker.tested and not worker.lied_about
+            require(not well, "no-harm", f"generation {generation} is well")
+
+    def gateway_dies(self) -> None:
+        if self.gateway and not self.stopped:
+            self.counts["gateway"] += 1
+            self.gateway = False
+            self.tell(GatewayLost(self.now))
+            self.later(self.dice.uniform(0.05, 3), self._new_gateway, ours=False)
+
+    def _new_gateway(self) -> Event | None:
+        if self.stopped:
+            return None
+        self.gateway = True
+        if self.dice.random() < 0.7:
+            self.gate = GateKeeper()  # else only the connection was lost
+        return GatewayBack(self.now, self.gate.generation, self.gate.gate.value)
+
+    # --- workers ---
+
+    def _address(self, generation: int) -> str:
+        return f"127.0.0.1:{generation}"
+
+    def _root_lives(self, generation: int) -> bool:
+        return ProcessKind.ROOT in self.workers[generation].processes
+
+    def current(self) -> Worker | None:
+        worker = self.workers.get(self.generation)
+        return worker if worker is not None and worker.processes and not self.stopped else None
+
+    def _begin(self, rung: str) -> None:
+        self.generation += 1
+        worker = self.workers[self.generation] = Worker(self.generation, self.now, rung)
+        alive = [w.number for w in self.workers.values() if w.processes]
+        require(len(alive) == 1, "one-alive", alive)
+        fate, soon = self.dice.random() / (self.trouble or 1e-9), self.dice.uniform(0.1, 20)
+        first = worker.number == 1
+        if rung == "eager" and self.bad_flag:
+            self.later(0.3, lambda: self._exits(worker, 2), ours=False)
+        elif fate < (0.02 if first else 0.08):
+            code = self.dice.choice((1, 2) if first else (1, 1, 0, None))
+            self.later(soon, lambda: self._exits(worker, code), ours=False)
+        elif fate < (0.03 if first else 0.12):
+            worker.illness = "never ready"
+        elif fate < (0.03 if first else 0.14):
+            self.later(soon, lambda: self._engine_then_root(worker), ours=False)
+        else:
+            self.later(self.dice.uniform(1, 60), lambda: self._gets_ready(worker), ours=False)
+
+    def _gets_ready(self, worker: Worker) -> None:
+        worker.ready = bool(worker.processes)
+        if self.dice.random() < 0.08 * self.trouble:
+            worker.illness = self.dice.choice(("poisoned", "hung"))  # ready and useless
+        self._look()
+
+    def _exit(self, worker: Worker, kind: ProcessKind, code: int | None, ordered: bool = False) -> None:
+        if kind in worker.processes:
+            worker.processes.discard(kind)
+            worker.code = code if kind is ProcessKind.ROOT else worker.code
+            event = Exited(self.now, worker.number, 1, kind, code, ordered=ordered, name=kind.value)
+            self.later(0.005, lambda: event, ours=True)
+            self._look()
+
+    def _exits(self, worker: Worker, code: int | None) -> None:
+        self._exit(worker, ProcessKind.ROOT, code)
+        for kind in (ProcessKind.ENGINE, ProcessKind.OTHER):
+            if self.dice.random() < 0.8:
+                self._exit(worker, kind, code)
+
+    def _engine_then_root(self, worker: Worker) -> None:
+        self._exit(worker, ProcessKind.ENGINE, 1)
+        if self.dice.random() < 0.9:
+            self.later(self.dice.uniform(0.1, 1), lambda: self._exits(worker, 0), ours=False)
+
     def _stop(self) -> Event:
         self.stopped = True
-        for g in self.generations.values():
-            g.alive = False
         return StopOrdered(self.now)
 
     # --- what befalls it ---
 
-    def poison(self) -> None:
-        """A sticky error: the log says so, then the engine dies (or lingers, dead, with keep-alive)."""
-        g = self.current()
-        if g is None or not g.ready or self.stopped:
-            return
-        g.ill = True
-        self.counts["poison"] += 1
-        self.tell(Found(self.now, g.number, "cuda_ima", FaultClass.POISONED_CONTEXT, True, "EngineCore"))
-        if self.dice.random() < 0.8:
-            self.later(self.dice.uniform(0.1, 1.0), lambda: self._engine_dies(g), ours=False)
-            self.later(self.dice.uniform(1.0, 2.0), lambda: self._root_dies(g, 0), ours=False)
+    def _served(self) -> Worker | None:
+        worker = self.current()
+        return worker if worker is not None and worker.ready else None
 
-    def _engine_dies(self, g: Generation) -> Event | None:
-        return Exited(self.now, g.number, 7, ProcessKind.ENGINE, 1, name="EngineCore") if g.alive else None
+    def _say(self, worker: Worker, text: str = "engine", cause: bool = True) -> None:
+        self.tell(Found(self.now, worker.number, "cuda_ima" if cause else "hint", POISONED, cause, text))
+
+    def _symptoms(self, worker: Worker, unlike: int, alike: int = 0) -> None:
+        """Failing answers; the gateway has only seen any if it let exchanges through."""
+        if self.gateway and self.gate.gate in (Gate.OPEN, Gate.PAUSED) and self.gate.generation == worker.number:
+            for n in range(unlike):
+                self.tell(Symptom(self.now, worker.number, f"x{n}", f"c{n}", f"b{n}", "status"))
+            for n in range(alike):
+                self.tell(Symptom(self.now, worker.number, f"y{n}", "c0", f"d{n}", "cut"))
+
+    def poison(self) -> None:
+        """A sticky error: lines, then the engine dies within a second, or lingers."""
+        worker = self.current()
+        if worker is None:
+            return
+        self.counts["poison"] += 1
+        worker.illness = worker.illness or "poisoned"
+        if self.dice.random() < 0.3:
+            self._say(worker, cause=False)
+        self._say(worker)
+        if self.dice.random() < 0.5:
+            self._symptoms(worker, self.dice.randint(0, 4))
+        if self.dice.random() < 0.8:
+            self.later(self.dice.uniform(0.1, 0.5), lambda: self._engine_then_root(worker), ours=False)
 
     def crash(self) -> None:
-        g = self.current()
-        if g is not None and not self.stopped:
+        worker = self.current()
+        if worker is not None:
             self.counts["crash"] += 1
-            event = self._root_dies(g, 0)
-            if event is not None:
-                self.tell(event)
+            self.dice.choice((self._engine_then_root, lambda w: self._exits(w, 0)))(worker)
+
+    def hang(self) -> None:
+        worker = self._served()
+        if worker is not None:
+            self.counts["hang"] += 1
+            worker.illness = worker.illness or "hung"
+            self._symptoms(worker, self.dice.randint(0, 4))
 
     def mutter(self) -> None:
-        """A healthy worker under forged text, failing answers of clients' making, and tokens or none."""
-        g = self.current()
-        if g is None or g.ill or not g.ready or self.stopped:
+        """A well worker under forged text, failing answers of clients' making, a process that may end, and tokens."""
+        worker = self._served()
+        if worker is None or not worker.well or self.now < worker.busy_until:
             return
         self.counts["mutter"] += 1
-        for n in range(self.dice.randint(1, 5)):
+        for _ in range(self.dice.randint(1, 4)):
             if self.dice.random() < 0.4:
-                self.tell(Found(self.now, g.number, "cuda_ima", FaultClass.POISONED_CONTEXT, True, "forged"))
+                self._say(worker, "forged")
             else:
-                self.tell(Symptom(self.now, g.number, f"x{n}", f"c{n}", f"b{n}", "status"))
+                self._symptoms(worker, self.dice.randint(0, 4), self.dice.randint(0, 9))
+            if self.dice.random() < 0.1:
+                self._exit(worker, ProcessKind.OTHER, 0)
             if self.dice.random() < 0.3:
                 self.run(0.3)
-                if not g.ill and g.alive:
-                    self.tell(Progressed(self.now, g.number, self.now))
+                self.traffic()
+
+    def busy(self) -> None:
+        """A prefill so long that no token moves and no canary is answered; clients get impatient."""
+        worker = self._served()
+        if worker is not None and worker.well and self.machine.state.phase is Phase.SERVING:
+            self.counts["busy"] += 1
+            worker.busy_until = self.now + 60.0
+            self._symptoms(worker, self.dice.randint(0, 2), self.dice.randint(0, 9))
 
     def sicken(self) -> None:
-        """Health says 503 and symptoms come: alive and useless."""
-        g = self.current()
-        if g is not None and g.ready and not self.stopped:
-            g.ill = True
-            self.tell(HealthFailed(self.now, g.number, 503))
-            self.tell(Symptom(self.now, g.number, "x", "c", "b", "status"))
+        """Health says 503 and stays up: alive and useless, or (rarely) a lie."""
+        worker = self._served()
+        if worker is None:
+            return
+        if self.dice.random() < 0.7:
+            worker.illness = worker.illness or "poisoned"
+        else:
+            worker.lied_about = True
+        self.tell(HealthFailed(self.now, worker.number, 503))
+        self._symptoms(worker, self.dice.randint(0, 3))
 
     def traffic(self) -> None:
-        g = self.current()
-        if g is not None and g.ready and not g.ill and not self.stopped:
-            self.tell(Progressed(self.now, g.number, self.now))
-
-    def replace_supervisor(self) -> None:
-        """kill -9: what it waited for is never heard; the next one takes a snapshot and what was persisted."""
-        if self.stopped:
+        """Tokens, or what clients see of an illness."""
+        worker = self._served()
+        if worker is None or self.now < worker.busy_until or self.gate.generation != worker.number:
             return
-        self.counts["supervisor"] += 1
-        self._life += 1
-        self.machine = Machine(self.rules, table=self.table)
-        self._boot(self.saved)
+        if worker.well:
+            self.tell(Progressed(self.now, worker.number, self.now))
+        elif worker.illness:
+            self._symptoms(worker, 4)
 
-    def gateway_dies(self) -> None:
-        if self.gateway and not self.stopped:
-            self.gateway = False
-            self.tell(GatewayLost(self.now))
-            self.later(self.dice.uniform(0.05, 3), self._gateway_back, ours=False)
+    def unkillable(self) -> None:
+        worker = self.current()
+        if worker is not None:
+            worker.unkillable_until = self.now + self.dice.uniform(1, 300)
 
-    def _gateway_back(self) -> Event | None:
-        self.gateway = True
-        return None if self.stopped else GatewayBack(self.now, 0, "starting")
+    def straggle(self) -> None:
+        worker = self.current()
+        if worker is not None:
+            worker.straggler = True
 
     def replaced_by_others(self) -> None:
-        """kubelet restarted the container: another generation that we didn't launch."""
-        g = self.current()
-        if g is None or self.stopped or self.machine.state.phase in (Phase.KILLING, Phase.GATING, Phase.CLEARING):
+        """Another generation that we didn't launch: the launcher's owner put it there."""
+        worker = self.workers[self.generation]
+        if self.stopped or worker.straggler:
             return
-        g.alive = False
-        number = max(self.generations) + 1
-        self._begin(number)
-        self.tell(Adopted(self.now, number, f"127.0.0.1:{number}"))
+        worker.processes = set()
+        self._begin("primary")
+        self.tell(Adopted(self.now, self.generation, self._address(self.generation)))
+
+    def store_fills(self) -> None:
+        self.store_fails_until = self.now + self.dice.uniform(1, 200)
 
     def pause(self) -> None:
-        if not self.stopped:
-            self.pause_ordered = True
-            self.tell(PauseOrdered(self.now))
+        self.tell(PauseOrdered(self.now))
 
     def resume(self) -> None:
-        if not self.stopped:
-            self.pause_ordered, self.order = False, True
-            self.tell(ResumeOrdered(self.now))
+        self.tell(ResumeOrdered(self.now))
 
     def stop(self) -> None:
-        if not self.stopped:
+        if not self.stopped and not self.frozen:
             self.tell(self._stop())
 
-    def freeze(self) -> None:
-        """We do not run for 90 s; deadlines move by that, as the loop does it."""
-        self._queue = [(at + 90, n, life, make) for at, n, life, make in self._queue]
-        heapq.heapify(self._queue)
-        self.now += 90
-
-    # --- invariants ---
-
-    def _check(self, command: Command) -> None:
-        if self.stopped and not isinstance(command, QUIET):
-            raise Broken("stopped", f"{command}")
-        if self.rules.observe and isinstance(command, TOUCHING):
-            raise Broken("observe", f"{command}")
-        match command:
-            case Launch(generation=generation):
-                self._check_launch(generation)
-            case OpenTraffic(generation=generation):
-                self._check_open(generation)
-            case KillTree(generation=generation):
-                g = self.generations.get(generation)
-                if g is not None and g.alive and g.ready and not g.ill and not self.order and not self._long(g):
-                    raise Broken("no-harm", f"generation {generation} is well")
-                self.order = False
-            case Note(name="verdict", fields=fields):
-                told = dict(fields)
-                if told["incident"]:
-                    self.opened.add(str(told["incident"]))
-                g = self.generations.get(int(str(told["generation"])))
-                if g is not None and not self.rules.observe:
-                    g.convicted = True
-            case Settle(incident=incident):
-                self.settled[incident] += 1
-                if self.settled[incident] > 1:
-                    raise Broken("settled", f"{incident} twice")
-            case RefuseTraffic() | _:
-                pass
-
-    def _long(self, g: Generation) -> bool:
-        """Blind canaries and start limits can end a well generation's proving: not a kill of a proven one."""
-        return not g.tested
-
-    def _check_launch(self, generation: int) -> None:
-        alive = [g.number for g in self.generations.values() if g.alive]
-        if alive:
-            raise Broken("empty-before-launch", f"{alive} alive at the launch of {generation}")
-        if self.pause_ordered:
-            raise Broken("paused", f"launch of {generation}")
-        self.launches = [at for at in self.launches if self.now - at < self.rules.budget.window_s]
-        self.launches.append(self.now)
-
-    def _check_open(self, generation: int) -> None:
-        g = self.generations.get(generation)
-        if g is None or self.rules.observe or self.pause_ordered:
-            return
-        if not g.tested:
-            raise Broken("proven-before-open", f"generation {generation} has no canary yet")
-        if g.convicted:
-            raise Broken("proven-before-open", f"generation {generation} was convicted")
-
-    def _check_state(self, before: Phase, event: Event) -> None:
-        s = self.machine.state
-        if s.phase in WAITING and not any(name == "phase" for name, _ in s.waits):
-            raise Broken("deadline", f"{s.phase} after {event}")
-        if self.pause_ordered and s.phase not in (Phase.PAUSED, Phase.STOPPING):
-            raise Broken("paused", f"{s.phase} after {event}")
-        if s.phase is Phase.SERVING and s.incident is not None:
-            raise Broken("settled", f"{s.incident} is open while serving, after {event}")
-        if len(s.ledger) > self.rules.budget.overall:
-            raise Broken("budget", f"{len(s.ledger)} launches count")
+    # --- the end ---
 
     def finish(self) -> None:
-        """Peace: whatever is open must settle by itself."""
-        self.trouble = 0.0
-        if self.pause_ordered:
-            self.resume()
-        for _ in range(400):
-            self.run(30.0)
+        """Peace: whatever is open settles by itself, and a worker that can serve does."""
+        self.trouble, self.bad_flag, self.store_fails_until, self._crash_in = 0.0, False, 0.0, None
+        keep = self.dice.random() < 0.3
+        for _ in range(1500):
+            self.run(20.0)
+            for worker in self.workers.values():
+                worker.unkillable_until, worker.straggler = 0.0, False
+            if self.watch.paused and not keep:
+                self.resume()
             self.traffic()
-            if self.machine.state.incident is None and self.machine.state.phase in (
-                Phase.SERVING,
-                Phase.DOWN,
-                Phase.STOPPING,
-            ):
+            if self._at_peace():
                 break
-        lost = {i for i in self.opened if not self.settled[i]}
-        if lost or self.machine.state.incident is not None:
-            raise Broken("settled", f"{lost or self.machine.state.incident} never; phase {self.machine.state.phase}")
+        s = self.machine.state
+        require(self._at_peace(), "peace", f"{s.phase} {s.incident} {self.workers[self.generation]} {self.gate}")
+        lost = {i for i in self.watch.opened if not self.watch.settled[i]} - self.watch.forgotten
+        require(not lost or not self.up, "settled", f"{lost} never")
+
+    def _at_peace(self) -> bool:
+        s, worker = self.machine.state, self.workers[self.generation]
+        if self.stopped:
+            return s.phase is Phase.STOPPING or not self.up
+        if self.watch.paused:
+            return s.phase is Phase.PAUSED
+        if self.rules.observe and not worker.well:
+            return s.phase in (Phase.SERVING, Phase.STARTING) and s.incident is None
+        if s.phase is not Phase.SERVING or s.incident is not None:
+            return False
+        return worker.well and worker.ready and (self.gate.gate is Gate.OPEN and self.gate.generation == worker.number)
 
 
 def with_row(table: Table, phase: Phase, event: type[Event], handler: Callable[..., None]) -> Table:
     """A table with one answer changed: how mutants are made."""
     return {**table, phase: {**table[phase], event: handler}}
+
+
+__all__ = ["Broken", "World", "with_row"]

@@ -27,13 +27,16 @@ class Budget:
 Ledger = tuple[tuple[float, str, str], ...]
 """Launches that count: (at, cause, rung name), oldest first."""
 
+SLACK_S = 1.0
+"""A launch is done within this time of its order; the one before it may have been ordered only seconds earlier."""
+
 MAX_LEDGER = 64
 """Older entries than this many are dropped; far above any sensible overall budget."""
 
 
 def trimmed(ledger: Ledger, budget: Budget, at: float) -> Ledger:
     """The entries still inside the window."""
-    return tuple(entry for entry in ledger if at - entry[0] < budget.window_s)[-MAX_LEDGER:]
+    return tuple(entry for entry in ledger if entry[0] + budget.window_s > at)[-MAX_LEDGER:]
 
 
 def next_rung(
@@ -47,7 +50,7 @@ def next_rung(
 ) -> int | None:
     """The index of the first rung from `first` on that may be launched now; None when the budget is spent."""
     live = trimmed(ledger, budget, at)
-    if len(live) >= budget.overall:
+    if len(live) >= min(budget.overall, MAX_LEDGER):
         return None
     for index in range(first, len(rungs)):
         rung = rungs[index]
@@ -57,10 +60,24 @@ def next_rung(
     return None
 
 
-def frees_at(ledger: Ledger, budget: Budget, at: float) -> float:
-    """When the oldest counting launch leaves the window (`at` itself if none counts)."""
-    live = trimmed(ledger, budget, at)
-    return live[0][0] + budget.window_s if live else at
+def frees_at(
+    rungs: tuple[Rung, ...], bad: frozenset[str], ledger: Ledger, cause: str, budget: Budget, at: float
+) -> float:
+    """The earliest time, not before `at`, at which some rung may be launched.
+
+    A window from now where no passing of time helps, since every rung is bad: the world may have changed by then.
+    """
+    times = [at, *(entry[0] + budget.window_s for entry in trimmed(ledger, budget, at))]
+    free = (t for t in sorted(times) if next_rung(rungs, 0, bad, ledger, cause, budget, t) is not None)
+    return next(free, at + budget.window_s)
+
+
+def ordered_at(ledger: Ledger, launched_at: float) -> float:
+    """When the launch that happened at `launched_at` was ordered: the newest entry, if it is near enough.
+
+    A restarted supervisor knows the launcher's time and a ledger that went through wall time: they differ a little.
+    """
+    return ledger[-1][0] if ledger and abs(ledger[-1][0] - launched_at) <= SLACK_S else launched_at
 
 
 def forgiven(ledger: Ledger, launched_at: float) -> Ledger:

@@ -72,6 +72,14 @@ OBSERVED_END = "the worker ended; observe does not restart it"
 BAD_FLAG_CODE = 2
 """argparse's exit code for arguments that a program doesn't know."""
 
+ROOT_FOLLOWS_S = 10.0
+"""While a worker starts, its root follows a dead engine process within this time, with the code that tells why."""
+LOOK_S = 60.0
+"""A supervisor that comes back gives a worker that it does not know at least this long to say that it is ready."""
+FINISH_AGAIN_S = 10.0
+"""An order to finish that nobody heard is said again."""
+PAUSED_RETRY_S = 30.0
+
 FIRST_START_SHARE = 0.6
 """A relaunch finds warm caches: on an H200 it took 34 to 37 s after a first start of 61 s, 51 to 57 s after one of 87 s
 (vLLM 0.26). The first start alone would have told clients to go away who then could have been served."""
@@ -106,7 +114,7 @@ def _current(s: State, event: Event) -> bool:
         case Ready() | Found() | Exited() | HealthFailed() | Symptom() | Progressed() | Replayed():
             return event.generation == s.generation
         case CanaryDone():
-            return event.ticket in (s.pending, s.probe)
+            return event.ticket > 0 and event.ticket in (s.pending, s.probe)
         case Done():
             return event.ticket == s.pending and WAITS_FOR.get(s.phase) is event.effect
         case Elapsed():
@@ -129,6 +137,8 @@ def _enter(t: Turn, phase: Phase) -> None:
 
 def _persist(t: Turn) -> None:
     s = t.state
+    if s.generation == 0:
+        return  # nothing is known yet: what an earlier supervisor remembered must stay
     t.say(
         Persist(
             Resume(
@@ -159,17 +169,23 @@ def _traffic(t: Turn) -> None:
     """Says (again) what the gateway should do now, and renews the lease where it is one."""
     s = t.state
     if t.rules.observe:
-        if s.address and s.alive and s.phase is not Phase.STARTING:
+        if s.address and s.alive and s.proven:
             t.say(OpenTraffic(s.generation, s.address))
         return
     match s.phase:
-        case Phase.SERVING | Phase.REPLAYING | Phase.PAUSED if s.address and s.alive:
+        case Phase.SERVING | Phase.REPLAYING | Phase.PAUSED if s.address and s.alive and s.proven:
             t.say(OpenTraffic(s.generation, s.address))
+        case Phase.PAUSED if not (s.alive and s.proven):
+            t.say(RefuseTraffic("an operator has paused defib, and the worker is not proven", PAUSED_RETRY_S))
+        case Phase.STARTING if s.generation > 1:
+            t.say(HoldTraffic(s.generation - 1, "", _remaining_s(t)))
+            t.wait("lease", t.rules.lease_renew_s)
         case Phase.SUSPECTING if s.case is not None and _accused(s.case):
             t.say(PauseTraffic(s.generation))
             t.wait("lease", t.rules.lease_renew_s)
         case _ if s.phase in RECOVERING:
-            t.say(HoldTraffic(s.generation, s.incident or "", _remaining_s(t)))
+            dead = s.generation - 1 if s.phase in (Phase.LAUNCHING, Phase.PROVING) else s.generation
+            t.say(HoldTraffic(dead, s.incident or "", _remaining_s(t)))
             t.wait("lease", t.rules.lease_renew_s)
         case Phase.DOWN:
             t.say(RefuseTraffic("the launch budget is spent", _down_for(t)))
@@ -184,7 +200,7 @@ def _remaining_s(t: Turn) -> float | None:
     s = t.state
     if s.ready_in_s is None:
         return None
-    launched = s.phase in (Phase.LAUNCHING, Phase.PROVING)
+    launched = s.phase in (Phase.STARTING, Phase.LAUNCHING, Phase.PROVING)
     return max(0.0, s.launched_at + s.ready_in_s - t.at) if launched else s.ready_in_s
 
 
@@ -194,7 +210,8 @@ def _accused(case: Case) -> bool:
 
 
 def _down_for(t: Turn) -> float:
-    return max(1.0, budget.frees_at(t.state.ledger, t.rules.budget, t.at) - t.at)
+    s = t.state
+    return max(1.0, budget.frees_at(t.rules.rungs, s.bad_rungs, s.ledger, s.cause, t.rules.budget, t.at) - t.at)
 
 
 def _serve(t: Turn) -> None:
@@ -202,7 +219,7 @@ def _serve(t: Turn) -> None:
     t.forget("lease")
     t.state = replace(t.state, case=None)
     if t.state.incident is not None:  # a false alarm while replaying, or a supervisor that came back then
-        _settle(t, "recovered")
+        _settle(t, "observed" if t.rules.observe else "recovered")
         t.wait("probation", t.rules.probation_s)
     _traffic(t)
 
@@ -247,7 +264,7 @@ def _convict(t: Turn, case: Case) -> None:
     if fresh:
         number = s.incidents + 1
         t.state = replace(s, incident=f"{number:04d}-g{s.generation}", incidents=number)
-    t.state = replace(t.state, case=case, cause=case.fingerprint(), proven=False)
+    t.state = replace(t.state, case=case, cause=case.fingerprint(), proven=s.proven and t.rules.observe)
     t.note(
         "verdict",
         incident=t.state.incident,
@@ -258,17 +275,21 @@ def _convict(t: Turn, case: Case) -> None:
         **_told(case),
         action="would have killed" if t.rules.observe else "recover",
     )
+    _capture(t)
+
+
+def _capture(t: Turn) -> None:
     _enter(t, Phase.CAPTURING)
     t.forget("probation")
     _traffic(t)
     ticket = _start_effect(t)
     t.wait("phase", t.rules.capture_limit_s)
-    t.say(Capture(ticket, t.state.incident or "", s.generation, t.at + t.rules.capture_limit_s))
+    t.say(Capture(ticket, t.state.incident or "", t.state.generation, t.at + t.rules.capture_limit_s))
 
 
 def _kill(t: Turn) -> None:
+    t.state = replace(t.state, proven=False)
     _enter(t, Phase.KILLING)
-    t.state = replace(t.state, killed_by_us=True, proven=False)
     _traffic(t)
     ticket = _start_effect(t)
     t.wait("phase", t.rules.kill_limit_s)
@@ -306,7 +327,7 @@ def _launch(t: Turn) -> None:
     t.state = replace(
         s, rung=index, ledger=ledger, generation=s.generation + 1, launched_at=t.at, address=None, alive=False
     )
-    t.state = replace(t.state, killed_by_us=False, traffic_seen=False, case=None)
+    t.state = replace(t.state, ready=False, traffic_seen=False, case=None)
     _enter(t, Phase.LAUNCHING)
     # The gateway is told of the dead generation's number; it doesn't know the new one until it is opened.
     t.wait("lease", t.rules.lease_renew_s)
@@ -324,11 +345,13 @@ def _go_down(t: Turn) -> None:
     _enter(t, Phase.DOWN)
     t.note("down", cause=s.cause, launches_counted=len(s.ledger), frees_in_s=round(_down_for(t), 1))
     _settle(t, "down")
+    t.forget("lease")
     _traffic(t)
-    if t.rules.on_spent == "exit":
-        t.wait("phase", t.rules.linger_s)
-    else:
-        t.wait("phase", _down_for(t))
+    _await_budget(t)
+
+
+def _await_budget(t: Turn) -> None:
+    t.wait("phase", t.rules.linger_s if t.rules.on_spent == "exit" else _down_for(t))
 
 
 def _finish(t: Turn, code: int, reason: str) -> None:
@@ -336,7 +359,16 @@ def _finish(t: Turn, code: int, reason: str) -> None:
     _enter(t, Phase.STOPPING)
     t.state = replace(t.state, end_code=code)
     t.note("finish", code=code, reason=reason)
+    t.state = replace(t.state, reason=reason)
+    t.forget("lease", "probation")
+    t.wait("phase", FINISH_AGAIN_S)
     t.say(Finish(code, reason))
+
+
+def _finish_again(t: Turn, e: Elapsed) -> None:
+    if e.name == "phase" and t.state.end_code is not None:
+        t.wait("phase", FINISH_AGAIN_S)
+        t.say(Finish(t.state.end_code, t.state.reason))
 
 
 def _settle(t: Turn, outcome: str) -> None:
@@ -359,7 +391,17 @@ def _prove(t: Turn) -> None:
 
 
 def _await_ready(t: Turn, since: float) -> None:
-    t.wait("phase", max(1.0, since + t.rules.start_limit_s - t.at))
+    limit_s = t.rules.start_limit_s
+    t.wait("phase", max(min(LOOK_S, limit_s), since + limit_s - t.at))
+
+
+def _learn(t: Turn, share: float) -> None:
+    """Remembers how long this start took, unless nobody watched it."""
+    s = t.state
+    took_s = max(0.0, t.at - s.launched_at)
+    learnt = took_s * share if took_s <= t.rules.start_limit_s else s.ready_in_s
+    t.state = replace(s, ready=True, ever_ready=True, ready_in_s=learnt)
+    t.note("ready", generation=s.generation, seconds=round(took_s, 3))
 
 
 def _booted(t: Turn, e: Booted) -> None:
@@ -369,7 +411,8 @@ def _booted(t: Turn, e: Booted) -> None:
         t.state,
         generation=e.generation,
         address=e.address,
-        launched_at=e.launched_at,
+        launched_at=budget.ordered_at(resume.ledger, e.launched_at),
+        end_code=e.code,
         alive=e.running,
         proven=resume.proven and known,
         ever_ready=resume.ever_ready,
@@ -383,64 +426,88 @@ def _booted(t: Turn, e: Booted) -> None:
         answered=resume.answered,
     )
     t.note("booted", generation=e.generation, running=e.running, resumed=resume.phase)
-    if e.resume is not None and not known and e.running:
+    if e.resume is not None and resume.generation > 0 and not known and e.running:
         t.note("adopted", generation=e.generation)
+    if t.state.phase is Phase.PAUSED:  # an operator was faster than the launcher's snapshot
+        resume = replace(resume, phase=Phase.PAUSED.value)
     _resume(t, e, resume, known)
 
 
 def _resume(t: Turn, e: Booted, resume: Resume, known: bool) -> None:
+    recovering = known and resume.incident is not None and not t.rules.observe
     if resume.phase == Phase.PAUSED:
+        _settle(t, "paused")
         _enter(t, Phase.PAUSED)
         _traffic(t)
     elif resume.phase == Phase.DOWN and not e.running:
+        _settle(t, "down")
         _enter(t, Phase.DOWN)
         _traffic(t)
-        t.wait("phase", _down_for(t))
-    elif not e.running:
-        _died(t, "root", e.code)
-    elif known and resume.phase in (Phase.CAPTURING, Phase.KILLING, Phase.STUCK) and not t.rules.observe:
+        _await_budget(t)
+    elif recovering and resume.phase == Phase.CAPTURING:
+        t.state = replace(t.state, case=Case(t.at))
+        _capture(t)
+    elif recovering and resume.phase in (Phase.KILLING, Phase.GATING, Phase.CLEARING, Phase.STUCK):
         t.state = replace(t.state, case=Case(t.at))
         _kill(t)
-    elif known and resume.proven:
-        _serve(t)
-        t.wait("probation", t.rules.probation_s)
-    elif resume.incident is not None:
+    elif recovering and resume.phase in (Phase.LAUNCHING, Phase.PROVING) and not e.running:
         _enter(t, Phase.LAUNCHING)
-        _traffic(t)
-        _await_ready(t, e.launched_at)
+        _start_died(t, "root", e.code)
+    elif not e.running:
+        _died(t, "root", e.code)
+    elif known and resume.proven:
+        if resume.phase == Phase.SUSPECTING:
+            _suspect(t, Case(t.at))  # what is parked stays parked until the canary has spoken
+        else:
+            _serve(t)
+        t.wait("probation", t.rules.probation_s)
     else:
-        _enter(t, Phase.STARTING)
-        _await_ready(t, e.launched_at)
+        _await_worker(t, e.launched_at)
+
+
+def _await_worker(t: Turn, since: float) -> None:
+    """A worker that runs and is not proven yet."""
+    if t.rules.observe:
+        _settle(t, "observed")
+    _enter(t, Phase.LAUNCHING if t.state.incident else Phase.STARTING)
+    _traffic(t)
+    _await_ready(t, since)
 
 
 def _adopted(t: Turn, e: Adopted) -> None:
     """Someone else put a new worker in place of ours: it is watched like one of ours, from its start."""
-    if e.generation <= t.state.generation and t.state.phase is not Phase.LAUNCHING:
+    s = t.state
+    awaited = s.phase is Phase.LAUNCHING and s.generation == e.generation
+    if e.generation <= s.generation and not awaited:
         return
     t.note("adopted", generation=e.generation)
+    t.forget("lease", "probation")
     t.state = replace(
         t.state,
         generation=e.generation,
         address=e.address,
         launched_at=t.at,
         alive=True,
+        ready=False,
         proven=False,
+        traffic_seen=False,
         case=None,
     )
     if t.state.phase is Phase.PAUSED:  # hands off stays hands off
+        _enter(t, Phase.PAUSED)
         _traffic(t)
-        _persist(t)
         return
-    _enter(t, Phase.LAUNCHING if t.state.incident else Phase.STARTING)
-    _traffic(t)
-    _await_ready(t, t.at)
+    _await_worker(t, t.at)
 
 
 def _starting_ready(t: Turn, e: Ready) -> None:
+    _learn(t, FIRST_START_SHARE)
+    if t.state.case is None or not t.state.case.exits:
+        _ask_first(t)
+
+
+def _ask_first(t: Turn) -> None:
     s = t.state
-    ready_in = max(0.0, t.at - s.launched_at)
-    t.state = replace(s, ever_ready=True, ready_in_s=ready_in * FIRST_START_SHARE)
-    t.note("ready", generation=s.generation, seconds=round(ready_in, 3))
     ticket = _start_effect(t)
     t.wait("phase", t.rules.prove_canary_s + 5.0)
     purpose = "prove" if s.answered else "reference"
@@ -451,7 +518,9 @@ def _starting_canary(t: Turn, e: CanaryDone) -> None:
     """A first start is opened whatever the canary says: it has never been answered here, so it proves nothing yet."""
     answered = e.outcome in (CanaryOutcome.ANSWERED, CanaryOutcome.DIFFERS)
     t.note("canary", purpose="reference", outcome=e.outcome.value, detail=e.detail)
-    if t.state.answered and e.outcome in witnesses.FAILED:
+    case = replace(t.state.case or Case(t.at), canary=e.outcome)
+    failed = e.outcome in witnesses.FAILED and (t.state.answered or witnesses.sufficient(case))
+    if failed and not t.rules.observe:
         _rung_failed(t, f"the canary: {e.outcome.value} {e.detail}".rstrip(), e.outcome)
         return
     t.state = replace(t.state, proven=True, answered=t.state.answered or answered)
@@ -471,8 +540,9 @@ def _starting_exited(t: Turn, e: Exited) -> None:
         t.state = replace(t.state, alive=False)
         _died(t, e.kind.value, e.code)
     elif e.kind is ProcessKind.ENGINE:
-        # The root follows within a second, with the code that tells a bad configuration from a crash.
-        t.wait("phase", 10.0)
+        case = t.state.case or Case(t.at)
+        t.state = replace(t.state, pending=0, case=replace(case, exits=(*case.exits, e.name or e.kind.value)))
+        t.wait("phase", ROOT_FOLLOWS_S)
         t.note("engine_exited", generation=t.state.generation, pid=e.pid, code=e.code)
 
 
@@ -516,21 +586,27 @@ def _start_elapsed(t: Turn, e: Elapsed) -> None:
         _serve(t)
         return
     case = t.state.case or Case(t.at)
-    t.state = replace(t.state, case=replace(case, start_limit=True))
-    assert t.state.case is not None
-    _convict(t, t.state.case)
+    if t.rules.observe and t.state.observed == t.state.generation:
+        _await_ready(t, t.at)  # it was said once
+        return
+    _convict(t, case if case.exits else replace(case, start_limit=True))
 
 
 # --- serving and suspecting ---
 
 
+def _resting(t: Turn) -> bool:
+    """In observe nothing was done about the last verdict: to reach it again at once would say nothing new."""
+    return t.at < t.state.observe_rest_until
+
+
 def _serving_found(t: Turn, e: Found) -> None:
-    if e.cause:
+    if e.cause and not _resting(t):
         _suspect(t, Case(t.at).with_found(e))
 
 
 def _serving_exited(t: Turn, e: Exited) -> None:
-    if e.kind is ProcessKind.OTHER or e.ordered:
+    if e.kind is ProcessKind.OTHER or (e.ordered and e.kind is not ProcessKind.ROOT):
         return
     case = t.state.case or Case(t.at)
     name = e.name or e.kind.value
@@ -544,13 +620,13 @@ def _serving_exited(t: Turn, e: Exited) -> None:
 
 
 def _serving_health(t: Turn, e: HealthFailed) -> None:
-    _suspect(t, replace(Case(t.at), health=True))
+    if not _resting(t):
+        _suspect(t, replace(Case(t.at), health=True))
 
 
 def _serving_symptom(t: Turn, e: Symptom) -> None:
-    if t.at < t.state.symptoms_rest_until:
-        return
-    _suspect(t, Case(t.at).with_symptom(e))
+    if t.at >= t.state.symptoms_rest_until and not _resting(t):
+        _suspect(t, Case(t.at).with_symptom(e))
 
 
 def _serving_progressed(t: Turn, e: Progressed) -> None:
@@ -594,10 +670,10 @@ def _suspecting_health(t: Turn, e: HealthFailed) -> None:
 
 def _suspecting_progressed(t: Turn, e: Progressed) -> None:
     case = t.state.case
-    if case is None or case.health:
+    if case is None:
         return
     t.state = replace(t.state, case=replace(case, tokens_at=max(case.tokens_at, e.token_at)))
-    if e.token_at >= case.accused_at + t.rules.refute_after_s:
+    if not case.health and e.token_at >= case.accused_at + t.rules.refute_after_s:
         _false_alarm(t, "a token was delivered after the finding")
 
 
@@ -639,7 +715,7 @@ def _suspecting_elapsed(t: Turn, e: Elapsed) -> None:
             t.note("inconclusive", generation=t.state.generation, **(_told(case) if case else {}))
             _serve(t)
         case "probation":
-            _serving_elapsed(t, e)
+            t.wait("probation", t.rules.suspect_window_s)  # not while it stands accused
         case _:
             pass
 
@@ -668,9 +744,12 @@ def _after_capture(t: Turn) -> None:
         return
     _note_would(t)
     _settle(t, "observed")
-    t.state = replace(t.state, observed=t.state.generation)
-    if t.state.alive:
+    s = replace(t.state, observed=t.state.generation, observe_rest_until=t.at + t.rules.observe_rest_s, case=None)
+    t.state = s
+    if s.alive and s.proven:
         _serve(t)
+    elif s.alive:
+        _await_worker(t, t.at)
     else:
         _finish(t, 1 if t.state.end_code is None else t.state.end_code, OBSERVED_END)
 
@@ -693,6 +772,7 @@ def _killed(t: Turn, e: Done) -> None:
 
 def _be_stuck(t: Turn, detail: str) -> None:
     _enter(t, Phase.STUCK)
+    t.forget("lease")
     t.note("stuck", incident=t.state.incident, generation=t.state.generation, detail=detail)
     _traffic(t)
     t.wait("phase", t.rules.stuck_retry_s)
@@ -741,8 +821,7 @@ def _clear_elapsed(t: Turn, e: Elapsed) -> None:
 
 def _launched(t: Turn, e: Done) -> None:
     if not e.ok:
-        t.note("launch_failed", generation=t.state.generation, detail=e.detail)
-        _kill(t)
+        _not_launched(t, e.detail)
         return
     t.state = replace(t.state, address=e.address, alive=True, pending=0)
     t.note("launched", generation=t.state.generation, address=e.address)
@@ -753,25 +832,41 @@ def _launching_ready(t: Turn, e: Ready) -> None:
     s = t.state
     if s.address is None:
         return
-    ready_in = max(0.0, t.at - s.launched_at)
-    t.state = replace(s, ever_ready=True, ready_in_s=ready_in)
-    t.note("ready", generation=s.generation, seconds=round(ready_in, 3))
+    _learn(t, 1.0)
     _prove(t)
+
+
+def _not_launched(t: Turn, why: str) -> None:
+    """There is no such generation: the number is free again, and the one before may have left something behind."""
+    t.note("launch_failed", incident=t.state.incident, generation=t.state.generation, detail=why)
+    t.state = replace(t.state, generation=t.state.generation - 1)
+    _kill(t)
 
 
 def _launching_exited(t: Turn, e: Exited) -> None:
     if e.kind is ProcessKind.OTHER:
         return
-    if e.kind is ProcessKind.ENGINE and t.state.phase is Phase.LAUNCHING:
-        t.wait("phase", 10.0)  # the root follows, with the code
+    name = e.name or e.kind.value
+    if e.kind is ProcessKind.ROOT:
+        t.state = replace(t.state, alive=False, end_code=e.code)
+    elif t.state.phase is Phase.LAUNCHING:
+        case = t.state.case or Case(t.at)
+        t.state = replace(t.state, case=replace(case, exits=(*case.exits, name)))
+        t.wait("phase", ROOT_FOLLOWS_S)
         return
-    rung = t.rules.rungs[t.state.rung].name
-    case = t.state.case or Case(t.at)
-    if t.state.phase is Phase.LAUNCHING and (e.code == BAD_FLAG_CODE or case.fault() is FaultClass.CONFIG_ERROR):
-        t.state = replace(t.state, bad_rungs=t.state.bad_rungs | {rung})
-        t.note("bad_rung", rung=rung, code=e.code, why=_why(case, e.code))
-    t.state = replace(t.state, case=replace(case, exits=(*case.exits, e.name or e.kind.value)))
-    _rung_failed(t, f"{e.name or e.kind.value} exited (code {e.code})")
+    _start_died(t, name, e.code)
+
+
+def _start_died(t: Turn, name: str, code: int | None) -> None:
+    s = t.state
+    rung = t.rules.rungs[s.rung].name
+    case = s.case or Case(t.at)
+    config = code == BAD_FLAG_CODE or case.fault() is FaultClass.CONFIG_ERROR
+    if s.phase is Phase.LAUNCHING and config and s.rung > 0:  # the first rung is the command that served before
+        t.state = replace(s, bad_rungs=s.bad_rungs | {rung})
+        t.note("bad_rung", rung=rung, code=code, why=_why(case, code))
+    t.state = replace(t.state, case=replace(case, exits=(*case.exits, name)))
+    _rung_failed(t, f"{name} exited (code {code})")
 
 
 def _rung_failed(t: Turn, why: str, canary: CanaryOutcome | None = None) -> None:
@@ -779,11 +874,6 @@ def _rung_failed(t: Turn, why: str, canary: CanaryOutcome | None = None) -> None
     if canary is not None:
         t.state = replace(t.state, case=replace(t.state.case or Case(t.at), canary=canary))
     t.note("rung_failed", incident=t.state.incident, generation=t.state.generation, why=why)
-    if t.rules.observe:
-        _settle(t, "observed")
-        _enter(t, Phase.STARTING)
-        _await_ready(t, t.at)
-        return
     if t.state.incident is None:
         _convict(t, t.state.case or Case(t.at))
         return
@@ -793,10 +883,13 @@ def _rung_failed(t: Turn, why: str, canary: CanaryOutcome | None = None) -> None
 def _launch_elapsed(t: Turn, e: Elapsed) -> None:
     if e.name == "lease":
         _traffic(t)
+    elif e.name == "phase" and t.state.pending:
+        _not_launched(t, "the launch did not report back in time")
     elif e.name == "phase":
         case = t.state.case or Case(t.at)
-        t.state = replace(t.state, case=replace(case, start_limit=True))
-        _rung_failed(t, "not ready within the start limit")
+        why = "an engine process exited" if case.exits else "not ready within the start limit"
+        t.state = replace(t.state, case=case if case.exits else replace(case, start_limit=True))
+        _rung_failed(t, why)
 
 
 def _proved(t: Turn, e: CanaryDone) -> None:
@@ -817,18 +910,18 @@ def _proved(t: Turn, e: CanaryDone) -> None:
 def _prove_elapsed(t: Turn, e: Elapsed) -> None:
     if e.name == "lease":
         _traffic(t)
-    elif e.name == "phase":
-        _rung_failed(t, "the canary did not report back in time")
+    elif e.name == "phase":  # it has a time limit of its own: this silence is ours, not the worker's
+        t.note("canary", purpose="prove", outcome=CanaryOutcome.BLIND.value, detail="it did not report back")
+        _replay(t)
 
 
 def _replay(t: Turn) -> None:
-    _enter(t, Phase.REPLAYING)
     t.state = replace(t.state, proven=True, case=None)
+    _enter(t, Phase.REPLAYING)
     t.forget("lease")
     t.note("proven", generation=t.state.generation, rung=t.rules.rungs[t.state.rung].name)
     t.wait("phase", t.rules.replay_limit_s)
     _traffic(t)
-    _persist(t)
 
 
 def _replayed(t: Turn, e: Replayed) -> None:
@@ -864,30 +957,101 @@ def _stop(t: Turn, e: StopOrdered) -> None:
 
 
 def _pause(t: Turn, e: PauseOrdered) -> None:
+    s = t.state
+    launch = s.pending if s.phase is Phase.LAUNCHING and s.address is None else 0
     _settle(t, "paused")
     _enter(t, Phase.PAUSED)
     t.forget("lease", "probation")
-    t.state = replace(t.state, case=None)
+    t.state = replace(t.state, case=None, pending=launch)
     _traffic(t)
+    _look(t)
+
+
+def _look(t: Turn) -> None:
+    """While paused we only look: may traffic reach a worker that was not proven yet?"""
+    s = t.state
+    if s.alive and s.ready and not s.proven and not s.pending:
+        ticket = _start_effect(t)
+        purpose = "prove" if s.answered else "reference"
+        t.say(Probe(ticket, s.generation, s.address or "", purpose, t.rules.prove_canary_s))
+
+
+def _paused_ready(t: Turn, e: Ready) -> None:
+    t.state = replace(t.state, ready=True, ever_ready=True)
+    _look(t)
+
+
+def _paused_canary(t: Turn, e: CanaryDone) -> None:
+    t.note("canary", purpose="look", outcome=e.outcome.value, detail=e.detail)
+    answered = e.outcome in (CanaryOutcome.ANSWERED, CanaryOutcome.DIFFERS)
+    proven = answered or e.outcome is CanaryOutcome.BLIND
+    t.state = replace(t.state, pending=0, proven=proven, answered=t.state.answered or answered)
+    _traffic(t)
+    _persist(t)
+
+
+def _paused_launched(t: Turn, e: Done) -> None:
+    s = replace(t.state, pending=0)
+    t.state = replace(s, address=e.address, alive=True) if e.ok else replace(s, generation=s.generation - 1)
+    t.note("launched" if e.ok else "launch_failed", generation=s.generation, detail=e.detail)
+    _persist(t)
+
+
+def _paused_found(t: Turn, e: Found) -> None:
+    if e.cause:
+        t.state = replace(t.state, case=(t.state.case or Case(t.at)).with_found(e))
+
+
+def _paused_health(t: Turn, e: HealthFailed) -> None:
+    t.state = replace(t.state, case=replace(t.state.case or Case(t.at), health=True))
+
+
+def _paused_exited(t: Turn, e: Exited) -> None:
+    if e.kind is ProcessKind.OTHER:
+        return
+    _mark_dead(t, e)
+    case = t.state.case or Case(t.at)
+    case = replace(case, exits=(*case.exits, e.name or e.kind.value))
+    t.state = replace(t.state, proven=False, pending=0 if t.state.address else t.state.pending, case=case)
+    t.note("exited", generation=t.state.generation, process=e.name or e.kind.value, pid=e.pid, code=e.code)
+    _traffic(t)
+    _persist(t)
 
 
 def _resume_order(t: Turn, e: ResumeOrdered) -> None:
-    """From paused: look again. From down or stuck: one more try, whatever the budget says."""
+    """From down or stuck: one more try, whatever the budget says."""
+    t.note("resumed", generation=t.state.generation)
+    s = replace(t.state, ledger=(), bad_rungs=frozenset())
+    if s.phase is Phase.DOWN:
+        s = replace(s, rung=0, incident=f"{s.incidents + 1:04d}-resume", incidents=s.incidents + 1)
+    t.state = s
+    _kill(t)
+
+
+def _look_again(t: Turn, e: ResumeOrdered) -> None:
+    """From paused: go on with what is there now."""
+    t.note("resumed", generation=t.state.generation)
     s = t.state
-    t.note("resumed", generation=s.generation)
-    if s.phase is Phase.PAUSED and s.alive and s.proven:
+    if s.pending and s.address is None:  # the launch that was under way still is
+        _enter(t, Phase.LAUNCHING)
+        t.state = replace(t.state, pending=s.pending)
+        _traffic(t)
+        t.wait("phase", t.rules.launch_limit_s)
+    elif not s.alive or (s.case is not None and s.case.exits):
+        t.state = replace(s, ledger=(), bad_rungs=frozenset())
+        _died(t, "root", s.end_code) if not s.alive else _convict(t, s.case or Case(t.at))
+    elif s.proven:
         _serve(t)
-    elif s.phase is Phase.PAUSED and s.alive and s.ever_ready and s.address is not None:
+        t.wait("probation", t.rules.probation_s)
+        if s.case is not None and _accused(s.case):
+            _suspect(t, s.case)
+    elif s.ready and not t.rules.observe:
         _prove(t)  # it was accused, or never proven: the canary decides
-    elif s.phase is Phase.PAUSED and s.alive and s.address is not None:
-        _enter(t, Phase.STARTING)
-        _await_ready(t, t.at)
-    elif t.rules.observe:
-        _finish(t, s.end_code or 1, OBSERVED_END)
     else:
-        t.state = replace(s, ledger=(), bad_rungs=frozenset(), incident=s.incident or f"{s.incidents + 1:04d}-resume")
-        t.state = replace(t.state, incidents=t.state.incidents if s.incident else s.incidents + 1)
-        _kill(t)
+        t.state = replace(s, case=None)
+        _await_worker(t, t.at)
+        if s.ready:
+            _ask_first(t)
 
 
 def _down_elapsed(t: Turn, e: Elapsed) -> None:
@@ -897,7 +1061,7 @@ def _down_elapsed(t: Turn, e: Elapsed) -> None:
         _finish(t, EXIT_BUDGET_SPENT, "the launch budget is spent")
         return
     s = t.state
-    t.state = replace(s, incident=f"{s.incidents + 1:04d}-retry", incidents=s.incidents + 1)
+    t.state = replace(s, rung=0, incident=f"{s.incidents + 1:04d}-retry", incidents=s.incidents + 1)
     _kill(t)
 
 
@@ -914,8 +1078,11 @@ def _gateway_lost(t: Turn, e: GatewayLost) -> None:
 def _gateway_back(t: Turn, e: GatewayBack) -> None:
     t.state = replace(t.state, gateway_lost=False)
     t.note("gateway_back", gate=e.gate)
+    s = t.state
+    if s.phase is Phase.SUSPECTING and e.gate == "starting" and s.address and not t.rules.observe:
+        t.say(OpenTraffic(s.generation, s.address))  # a new gateway: nothing is parked there yet
     _traffic(t)
-    if t.state.phase is Phase.REPLAYING:
+    if s.phase is Phase.REPLAYING:
         _recovered(t)
 
 
@@ -1013,8 +1180,17 @@ TABLE: Table = {
         Replayed: _replayed,
         Elapsed: _replay_elapsed,
     },
-    Phase.STOPPING: _DEAF,
-    Phase.PAUSED: {PauseOrdered: _ignore, ResumeOrdered: _resume_order},
+    Phase.STOPPING: {**_DEAF, Elapsed: _finish_again},
+    Phase.PAUSED: {
+        PauseOrdered: _ignore,
+        ResumeOrdered: _look_again,
+        Ready: _paused_ready,
+        CanaryDone: _paused_canary,
+        Done: _paused_launched,
+        Found: _paused_found,
+        HealthFailed: _paused_health,
+        Exited: _paused_exited,
+    },
     Phase.STUCK: {ResumeOrdered: _resume_order, Elapsed: _stuck_elapsed},
     Phase.DOWN: {ResumeOrdered: _resume_order, Elapsed: _down_elapsed},
 }
@@ -1031,4 +1207,5 @@ WAITS_FOR: Mapping[Phase, Effect] = {
     Phase.GATING: Effect.GATE,
     Phase.CLEARING: Effect.CLEAR,
     Phase.LAUNCHING: Effect.LAUNCH,
+    Phase.PAUSED: Effect.LAUNCH,
 }

@@ -55,6 +55,8 @@ class Rules:
     stuck_retry_s: float = 30.0
     linger_s: float = 60.0
     refute_after_s: float = 0.25
+    observe_rest_s: float = 300.0
+    """In observe, a worker whose end would have been ordered is accused again only after this long."""
     symptom_rest_s: float = 2.0
     """After a false alarm that only symptoms had raised, symptoms alone raise none for this long."""
 
@@ -69,6 +71,8 @@ class State:
     launched_at: float = 0.0
     alive: bool = False
     """The root process of the generation is there, as far as we were told."""
+    ready: bool = False
+    """This generation said so; it says it once."""
     proven: bool = False
     ever_ready: bool = False
     rung: int = 0
@@ -88,11 +92,13 @@ class State:
     answered: bool = False
     """The canary was answered once by this instance: an error is news from then on."""
     symptoms_rest_until: float = 0.0
+    observe_rest_until: float = 0.0
     gateway_lost: bool = False
     traffic_seen: bool = False
-    killed_by_us: bool = False
     end_code: int | None = None
     """Exit code of the worker's root that we saw last, or the one that we finish with."""
+    reason: str = ""
+    """Why we finish."""
     observed: int = 0
     """In observe: the generation whose death is on record already."""
 

@@ -14,7 +14,8 @@ from defib.core.events import CanaryOutcome, FaultClass, Found, Symptom
 MAX_FINDINGS = 64
 MAX_SYMPTOMS = 64
 UNLIKE_EXCHANGES = 3
-"""Symptoms of this many exchanges, each with its own connection and its own body, are a witness of group W."""
+"""Symptoms of this many exchanges, each with its own connection and its own body, are a witness of group W. No more
+than this many of one connection or of one body are kept: what one client says at length hides nobody else."""
 
 SYMPTOMS = "symptoms:3"
 FAILED = frozenset({CanaryOutcome.ERROR, CanaryOutcome.TIMEOUT, CanaryOutcome.REFUSED})
@@ -32,18 +33,31 @@ class Case:
     health: bool = False
     canary: CanaryOutcome | None = None
     start_limit: bool = False
+    symptom_at: float = 0.0
     tokens_at: float = 0.0
 
     def with_found(self, found: Found) -> Case:
-        return self if len(self.findings) >= MAX_FINDINGS else replace(self, findings=(*self.findings, found))
+        """A cause is taken in the place of the latest finding when there are too many."""
+        kept = self.findings
+        if len(kept) >= MAX_FINDINGS:
+            if not found.cause or self.cause() is not None:
+                return self
+            kept = kept[:-1]
+        return replace(self, findings=(*kept, found))
 
     def with_symptom(self, symptom: Symptom) -> Case:
-        return self if len(self.symptoms) >= MAX_SYMPTOMS else replace(self, symptoms=(*self.symptoms, symptom))
+        known = self.symptoms
+        seen = replace(self, symptom_at=max(self.symptom_at, symptom.at))
+        same_connection = sum(1 for s in known if s.connection == symptom.connection)
+        same_body = sum(1 for s in known if s.body == symptom.body)
+        if max(same_connection, same_body) >= UNLIKE_EXCHANGES or len(known) >= MAX_SYMPTOMS:
+            return seen
+        return replace(seen, symptoms=(*known, symptom))
 
     @property
     def accused_at(self) -> float:
         """When the latest accusation that a token or a canary can refute was made."""
-        times = [f.at for f in self.findings if f.cause] + [s.at for s in self.symptoms]
+        times = [f.at for f in self.findings if f.cause] + ([self.symptom_at] if self.symptoms else [])
         return max(times, default=self.opened_at)
 
     def cause(self) -> Found | None:
@@ -93,9 +107,22 @@ def group_w(case: Case) -> tuple[str, ...]:
 
 
 def _unlike(case: Case) -> int:
-    connections = {s.connection for s in case.symptoms}
-    bodies = {s.body for s in case.symptoms}
-    return min(len(connections), len(bodies))
+    """The most symptoms of which no two share a connection or a body: a matching, grown by augmenting paths."""
+    bodies: dict[str, list[str]] = {}
+    for symptom in case.symptoms:
+        bodies.setdefault(symptom.connection, []).append(symptom.body)
+    owner: dict[str, str] = {}
+
+    def place(connection: str, tried: set[str]) -> bool:
+        for body in bodies[connection]:
+            if body not in tried:
+                tried.add(body)
+                if body not in owner or place(owner[body], tried):
+                    owner[body] = connection
+                    return True
+        return False
+
+    return sum(place(connection, set()) for connection in bodies)
 
 
 def sufficient(case: Case) -> bool:
@@ -103,10 +130,13 @@ def sufficient(case: Case) -> bool:
 
     An engine process's exit or a start limit passed is a verdict by itself. Otherwise one of W, and either an
     agreeing T or a second W. `symptoms:3` only counts beside another W: three clients can gang up on a well server.
+    A canary's timeout is also what a long prefill looks like: no HTTP result is agreement enough for that one.
     """
     witnesses = group_w(case)
     if case.exits or case.start_limit:
         return True
     if not any(name != SYMPTOMS for name in witnesses):
         return False
-    return len(witnesses) >= 2 or bool(group_t(case))
+    if len(witnesses) >= 2:
+        return True
+    return case.cause() is not None or (bool(case.symptoms) and case.canary is not CanaryOutcome.TIMEOUT)

@@ -2724,6 +2724,8 @@ class Launcher:
         self.say("ended code=%d" % code)
         while now() < deadline and not all(echo.idle for echo in self.echo.values()):
             time.sleep(0.005)
+        for name in ("gateway.sock", "supervisor.sock"):  # a companion that had to be killed left its own
+            attempt(os.unlink, os.path.join(self.config.runtime, name))
         attempt(os.unlink, self.seam.path)
         if code != EXIT_STUCK:
             attempt(os.unlink, self.record_path)

@@ -18,7 +18,7 @@ from typing import Protocol
 from defib.gateway import answers
 from defib.gateway.events import Kind, error_object
 from defib.gateway.exchange import Exchange
-from defib.gateway.framing import BadFraming, CloseScanner, Piece, Scanner, scanner_for
+from defib.gateway.framing import CloseScanner, Piece, Scanner, scanner_for
 from defib.gateway.heads import HEAD_END, AnswerHead, BadHead, parse_answer
 from defib.gateway.outlet import UNKNOWN_LEFT
 from defib.gateway.rules import Limits
@@ -69,7 +69,6 @@ class Answer:
         "_events_before",
         "_head_out",
         "_scanner",
-        "_take",
         "_tokens",
         "cut",
         "ended",
@@ -85,6 +84,7 @@ class Answer:
         "since",
         "smell",
         "streaming",
+        "take",
         "timer",
         "tunnel",
         "upstream",
@@ -104,7 +104,9 @@ class Answer:
         self.streaming = self.tunnel = self._head_out = False
         self._buffer = b""
         self._scanner: Scanner | None = None
-        self._take: Callable[[bytes], None] = self._take_head
+        # Takes the worker's bytes; raises BadHead and BadFraming. The function and not the bound method, which
+        # would be a cycle for the collector to find, for every answer.
+        self.take: Callable[[Answer, bytes], None] = Answer._take_head
         self._tokens = 0
         self._events_before = exchange.outlet.events
 
@@ -114,21 +116,23 @@ class Answer:
         return self.streaming and not self._head_out and self.smell is None
 
     @property
+    def _early(self) -> bool:
+        """The client was promised a stream, and this is something else: needed whole, to make an event of it."""
+        return self.exchange.outlet.head_sent and not self._head_out and not self.streaming
+
+    @property
     def events(self) -> int:
         """Events with data that this exchange's client got."""
         return self._events_before + (self.filter.watch.events if self.filter is not None else 0)
 
     # --- from the worker ---
 
-    def feed(self, data: bytes) -> None:
-        """Bytes of the worker."""
-        try:
-            self._take(data)
-        except (BadHead, BadFraming):
-            upstream, self.upstream = self.upstream, None
-            if upstream is not None:
-                upstream.abort()
-            self._lost()
+    def bad(self) -> None:
+        """The worker's bytes can't be followed: nothing more is read of them."""
+        upstream, self.upstream = self.upstream, None
+        if upstream is not None:
+            upstream.abort()
+        self._lost()
 
     def closed(self, exc: Exception | None) -> None:
         """The connection ended."""
@@ -171,17 +175,20 @@ class Answer:
         if head.status < 200:
             self._inform(head)
             if rest:
-                self._take(rest)
+                self.take(self, rest)
             return
         self.head = head
         self._choose(head)
         if self.exchange.answer is not self:
             return
-        if head.framing == "none":
+        if self.take is Answer._keep and len(rest) == head.length and self.smell is None and not self._early:
+            self._send(rest)  # the usual short answer: all of it is here
+            self._body_ended(False)
+        elif head.framing == "none":
             self._body_ended(bool(rest))
         elif rest:
-            self._take(rest)
-        elif self._take == self._pass:
+            self.take(self, rest)
+        elif self.take is Answer._pass:
             self._send(b"")
 
     def _inform(self, head: AnswerHead) -> None:
@@ -190,7 +197,7 @@ class Answer:
             if not exchange.head.websocket or self.upstream is None:
                 raise BadHead(502, "an upgrade that nobody asked for")
             self.tunnel = exchange.outlet.head_sent = True
-            self._take = exchange.outlet.client.write
+            self.take = Answer._tunnel
             exchange.outlet.client.write(head.raw)
             exchange.outlet.client.tunnel_to(self.upstream)
         elif head.status != 100 and exchange.head.version == "1.1" and not exchange.outlet.head_sent:
@@ -206,22 +213,25 @@ class Answer:
         if head.event_stream and head.status == 200 and exchange.generates and head.framing != "none":
             self.streaming = True
             self.filter = StreamFilter(scanner, limits.event_bytes)
-            self._take = self._stream
+            self.take = Answer._stream
         elif exchange.outlet.head_sent or (
             exchange.known and not failing and head.framing == "length" and head.length <= limits.plain_kept_bytes
         ):
-            self._take = self._keep
+            self.take = Answer._keep
         else:
-            self._take = self._pass
+            self.take = Answer._pass
         if not failing:
             return
         if exchange.known:
-            self._take = self._keep
+            self.take = Answer._keep
             self._desk.failed(self, Kind.STATUS, head.status)
         else:
             self._desk.noticed(self, Kind.STATUS, head.status)
 
     # --- the ways of passing on ---
+
+    def _tunnel(self, data: bytes) -> None:
+        self.exchange.outlet.client.write(data)
 
     def _pass(self, data: bytes) -> None:
         end = self._scanner.feed(data) if self._scanner is not None else len(data)
@@ -237,26 +247,26 @@ class Answer:
         if end >= 0:
             self._body_ended(end < len(data))
         elif len(self.kept) > self._desk.limits.parked_bytes:
-            if self.smell is None or self.released:  # promised a stream, and this is a long something else
+            if self.smell is None or self.released:  # only `_early` ones come here: a long something else
                 self.drop()
                 self._complete()
             else:
                 self._stop_reading()
 
     def _stream(self, data: bytes) -> None:
-        watched = self.filter
+        watched, outlet = self.filter, self.exchange.outlet
         assert watched is not None
-        passed = watched.feed(data)
-        watch = watched.watch
-        if watch.tokens != self._tokens:
+        if outlet.events and watched.is_token(data):  # `events`: the head and a first event are out
             teller = self._desk.teller
-            teller.tokens += watch.tokens - self._tokens
+            teller.tokens += 1
             teller.token_at = teller.clock()
-            self._tokens = watch.tokens
-        outlet = self.exchange.outlet
-        if passed is data and self._head_out and outlet.events:  # the hot path: one chunk, one good event
+            self._tokens += 1
             outlet.body(data)
             return
+        passed = watched.feed(data)
+        if watched.watch.tokens != self._tokens:
+            self._desk.teller.saw_tokens(watched.watch.tokens - self._tokens)
+            self._tokens = watched.watch.tokens
         self._after_events(watched, passed)
         if watched.ended and not self.ended:
             self._body_ended(watched.excess)
@@ -310,7 +320,7 @@ class Answer:
 
     def _complete(self) -> None:
         outlet = self.exchange.outlet
-        if outlet.head_sent and not self._head_out and not self.streaming:
+        if self._early:
             outlet.last_event(self._error_event())
         else:
             if not self._head_out:
@@ -350,7 +360,7 @@ class Answer:
             kept = self.filter.let_go()
             self.exchange.outlet.left = UNKNOWN_LEFT
         else:
-            if self.exchange.outlet.head_sent and not self._head_out:  # promised a stream: needs the whole body
+            if self._early:
                 if self.ended:
                     self._complete()
                 elif self.upstream is not None:
@@ -358,7 +368,7 @@ class Answer:
                 return
             kept = bytes(self.kept)
             self.kept.clear()
-            self._take = self._pass
+            self.take = Answer._pass
         self._send(kept)
         if self.ended:
             self._complete()

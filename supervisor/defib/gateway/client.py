@@ -241,7 +241,8 @@ class Client(asyncio.Protocol):
             self._rest = buffer
             return b""
         self._rest = b""
-        self._begin(parse_request(buffer[: end + 4]))
+        head = parse_request(buffer[: end + 4])
+        self._begin(head)
         return buffer[end + 4 :]
 
     def _begin(self, head: RequestHead) -> None:
@@ -281,10 +282,11 @@ class Client(asyncio.Protocol):
     def _submit(self) -> None:
         assert self._head is not None and self._body is not None
         self._mode = Mode.BUSY
-        probe = self._relay.probe_answer(self._head)
-        if probe is not None:
-            self._answer_probe(self._head, *probe)
-            return
+        if self._head.path in self._relay.rules.probe_paths:
+            probe = self._relay.probe_answer(self._head)
+            if probe is not None:
+                self._answer_probe(self._head, *probe)
+                return
         self._accept(self._head, self._body.whole())
 
     def _submit_streamed(self) -> None:

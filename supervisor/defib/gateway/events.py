@@ -22,6 +22,7 @@ _FINISH = re.compile(
 _ERROR_WORD = b'"error"'
 _DATA = b"data:"
 _DONE = b"[DONE]"
+_QUOTE = ord('"')
 _UNFINISHED = b'"finish_reason":null'
 _FORM = re.compile(rb'"choices"|"type": ?"(?:message_|content_block_|response\.)')
 """A stream in a form whose end we understand."""
@@ -51,10 +52,25 @@ class Watch:
         self._known_form = False
         self._marker = b'"content":"'
 
-    def whole(self, payload: bytes) -> Kind | None:
-        """One event, its blank line included; tells why it must not be passed on, or None."""
+    def is_token(self, event: bytes) -> bool:
+        """Whether this is an event with content, in the form seen last, and nothing that has to be looked at.
+
+        True: it was counted. `event` may have chunk framing around it.
+        """
         # `find` and not `in`: for bytes `in` first tries its operand as a number, and the exception that it
         # swallows costs five times as much as the search (CPython 3.11, 250 bytes: 0.45 us against 0.09 us).
+        find, marker = event.find, self._marker
+        at = find(marker)
+        if at < 0 or event[at + len(marker)] == _QUOTE or not self._known_form:
+            return False
+        if find(_UNFINISHED) < 0 or find(_ERROR_WORD) >= 0 or find(_DONE) >= 0:
+            return False
+        self.events += 1
+        self.tokens += 1
+        return True
+
+    def whole(self, payload: bytes) -> Kind | None:
+        """One event, its blank line included; tells why it must not be passed on, or None."""
         find = payload.find
         if find(_ERROR_WORD) >= 0 and _is_error(payload):
             return Kind.ERROR_OBJECT

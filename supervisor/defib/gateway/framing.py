@@ -18,6 +18,10 @@ _MAX_KNOWN_SIZES = 4096
 _sizes: dict[bytes, int] = {}
 
 
+known_size = _sizes.get
+"""The size that a size line says if `chunk_size` has read the same one before; never that of a bad one."""
+
+
 class BadFraming(Exception):
     """Chunked framing that can't be followed."""
 

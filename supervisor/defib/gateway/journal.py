@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 
 _UNSAFE = re.compile(r"[^!-~]")
+_SAFE = re.compile(r"[!-~]+")
 MAX_PATH_CHARS = 200
 
 
@@ -34,7 +35,9 @@ class Journal:
 
     def begin(self, exchange: str, method: str, path: str, size: int, generation: int) -> None:
         """An exchange was accepted."""
-        safe = _UNSAFE.sub("?", path[:MAX_PATH_CHARS]) or "?"
+        safe = path
+        if len(path) > MAX_PATH_CHARS or _SAFE.fullmatch(path) is None:
+            safe = _UNSAFE.sub("?", path[:MAX_PATH_CHARS]) or "?"
         line = f"B {exchange} {method} {safe} {size} {generation}\n".encode("ascii", "replace")
         self._append(line)  # first: a rotation writes those that are in `_open`
         self._open[exchange] = line
@@ -42,7 +45,7 @@ class Journal:
     def end(self, exchange: str, outcome: str) -> None:
         """An exchange has ended."""
         if self._open.pop(exchange, None) is not None:
-            self._append(f"E {exchange} {outcome}\n".encode())
+            self._append(("E " + exchange + " " + outcome + "\n").encode())
 
     def close(self) -> None:
         """No more lines."""

@@ -30,7 +30,7 @@ from defib.gateway.holding import Holding
 from defib.gateway.journal import Journal
 from defib.gateway.outlet import Outlet, incident_field
 from defib.gateway.replaying import Replaying
-from defib.gateway.rules import METRICS_PATH, NO_PROGRESS_PATHS, RELAYED_PROBE_PATHS, Limits, Rules
+from defib.gateway.rules import GENERATION_PATHS, METRICS_PATH, NO_PROGRESS_PATHS, RELAYED_PROBE_PATHS, Limits, Rules
 from defib.gateway.telling import Outcome, Teller
 from defib.gateway.upstream import Pool, Upstream, check_address
 
@@ -71,11 +71,12 @@ class Relay:
         """A request is there (its body too, unless it is None). `submit` must follow."""
         self._number += 1
         exchange = Exchange(self._number, f"{self._name}-{self._number}", head, body, outlet, connection, peer)
-        exchange.rule = self.rules.replay_rule(head.method, head.path)
-        exchange.known = self.rules.known(head.method, head.path)
-        exchange.generates = self.rules.generates(head.method, head.path)
-        exchange.computes = exchange.known and head.path not in NO_PROGRESS_PATHS
-        exchange.probe = head.path in self.rules.probe_paths or head.path == METRICS_PATH
+        rules, path = self.rules, head.path
+        exchange.rule = rules.replay_rule(head.method, path)
+        exchange.generates = path in GENERATION_PATHS and head.method == "POST"
+        exchange.known = exchange.generates or exchange.rule is not None
+        exchange.computes = exchange.known and path not in NO_PROGRESS_PATHS
+        exchange.probe = path in rules.probe_paths or path == METRICS_PATH
         if not self.exchanges:
             self.on_begin()
         self.exchanges[exchange.number] = exchange
@@ -336,7 +337,7 @@ class Relay:
         exchange.stop_timer()
         del self.exchanges[exchange.number]
         self.teller.counts.add(outcome)
-        self.journal.end(exchange.id, outcome.value)
+        self.journal.end(exchange.id, outcome)
         self._replay_over(exchange, outcome in (Outcome.ANSWERED, Outcome.PASSED_ERROR))
         self.on_end()
 

@@ -101,14 +101,6 @@ class Rules:
         """The rule for a request, None: it must not be sent twice."""
         return self.replay.get((method, path))
 
-    def generates(self, method: str, path: str) -> bool:
-        """Whether this request generates text."""
-        return path in GENERATION_PATHS and method == "POST"
-
-    def known(self, method: str, path: str) -> bool:
-        """Whether the failing answers of this request are parked."""
-        return (method, path) in self.replay or self.generates(method, path)
-
 
 def rules_of(replay: tuple[ReplayRule, ...], probe_paths: frozenset[str], own_request_ids: bool = True) -> Rules:
     """Rules from a list of replay rules."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 
 from defib.gateway.events import Kind, Watch
-from defib.gateway.framing import ChunkScanner, Piece, Scanner, chunk_size
+from defib.gateway.framing import ChunkScanner, Piece, Scanner, known_size
 
 _BLANK_LINE = re.compile(rb"\n\r?\n|\r\r")
 _SIZE_LINE_BYTES = 10
+_LF = ord("\n")
 
 
 class StreamFilter:
@@ -56,29 +57,26 @@ class StreamFilter:
         self.blind = False
         """An event was longer than the limit: from there on nothing is looked at."""
 
+    def is_token(self, data: bytes) -> bool:
+        """The hot path: whether these bytes are one chunk that is one event with content and nothing else to say.
+
+        True: it was judged and may go on as it is, like a `feed` that returned its argument. False: nothing was
+        done, `feed` must look at it. One call and no copy of the payload: 1.3 us an event (CPython 3.11).
+        """
+        find = data.find
+        end = find(b"\r", 0, _SIZE_LINE_BYTES)  # one byte: memchr, twice as fast as two
+        size = known_size(data[:end])
+        if size is None or self.kept or self._chunks is None or not self._chunks.between or self.blind:
+            return False
+        # One line of data and nothing behind it: the first line end is the event's, the chunk's follows.
+        if find(b"\n", end + 2) != end + size or len(data) != end + size + 4 or data[-4:] != b"\n\n\r\n":
+            return False
+        if data[end + 1] != _LF:
+            return False
+        return self.watch.is_token(data)
+
     def feed(self, data: bytes) -> bytes:
         """The raw bytes that may be sent on now. Raises BadFraming."""
-        if self._chunks is not None and not self.kept and self._chunks.between and not self.blind:
-            end = data.find(b"\r\n", 0, _SIZE_LINE_BYTES)
-            if end > 0:
-                size = chunk_size(data[:end])
-                if size and len(data) == end + size + 4 and data.endswith(b"\n\n\r\n"):
-                    payload = data[end + 2 : -2]
-                    if payload.find(b"\n\n") == size - 2 and payload.find(b"\r\n") < 0:
-                        return self._one_event(data, payload)
-        return self._slowly(data)
-
-    def _one_event(self, data: bytes, payload: bytes) -> bytes:
-        """The usual case: these bytes are one chunk that is one event."""
-        bad = self.watch.whole(payload)
-        if bad is None:
-            return data
-        self._scanner.feed(data)
-        self.bad = bad
-        self.kept += data
-        return b""
-
-    def _slowly(self, data: bytes) -> bytes:
         base = len(self.kept)
         self.kept += data
         pieces: list[Piece] = []

@@ -41,7 +41,7 @@ class Counts:
 
     def add(self, outcome: Outcome) -> None:
         """One exchange ended."""
-        setattr(self, outcome.value, getattr(self, outcome.value) + 1)
+        setattr(self, outcome, getattr(self, outcome) + 1)
 
 
 class Teller:

@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
+from defib.gateway.framing import BadFraming
+from defib.gateway.heads import BadHead
 from defib.gateway.rules import Limits
 
 if TYPE_CHECKING:
@@ -31,8 +33,12 @@ class Upstream(asyncio.Protocol):
         self.pool.connections += 1
 
     def data_received(self, data: bytes) -> None:
-        if self.answer is not None:
-            self.answer.feed(data)
+        answer = self.answer
+        if answer is not None:
+            try:
+                answer.take(answer, data)
+            except (BadHead, BadFraming):
+                answer.bad()
         else:
             self.abort()  # bytes that nobody asked for: whatever they answer, it isn't the next request
 

@@ -19,6 +19,8 @@ from defib.core.machine import Machine
 GAP_S = 1.0
 """A wake-up later than this is a gap in which we did not run."""
 HEARTBEAT_S = 1.0
+BUG_RETRY_S = 5.0
+"""A deadline whose handling met a bug is tried again after this long."""
 MAX_QUEUED = 10_000
 """More waiting events than this are a bug or an attack: the oldest unimportant ones would be lost, so we say so."""
 
@@ -71,14 +73,24 @@ class Loop:
     def _one(self, event: Event) -> None:
         try:
             self.on_event(event)
-            for command in self.machine.step(event):
+            commands = self.machine.step(event)
+        except Exception:  # the one catch-all: a bug in one step must not end the watch
+            self._bug(event)
+            if isinstance(event, Elapsed):  # nor must a phase wait for ever because its deadline met a bug
+                self._add(Wait(event.name, self.clock() + BUG_RETRY_S, event.ticket))
+            return
+        for command in commands:
+            try:
                 if isinstance(command, Wait):
                     self._add(command)
                 else:
                     self.on_command(command)
-        except Exception:  # the one catch-all: a bug in one step must not end the watch
-            self.bugs += 1
-            log.exception("bug while handling %r", event)
+            except Exception:  # what else this step asked for is still done
+                self._bug(command)
+
+    def _bug(self, about: object) -> None:
+        self.bugs += 1
+        log.exception("bug while handling %r", about)
 
     def _add(self, wait: Wait) -> None:
         self._count += 1
