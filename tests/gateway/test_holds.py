@@ -229,6 +229,23 @@ def test_the_most_urgent_goes_first_and_the_ramp_is_kept(tmp_path: Path) -> None
     run(story())
 
 
+def test_a_later_opening_does_not_wait_for_the_ramp_of_an_earlier_one(tmp_path: Path) -> None:
+    async def story() -> None:
+        worker, second = Worker(plain()), Worker(plain())
+        async with house(tmp_path, hold_plain_s=20) as home:
+            callers = [await home.ask(request()) for _ in range(3)]
+            await until(lambda: len(home.gateway.relay.holding) == 3)
+            await home.open(await worker.start(), ramp_per_s=0.001)
+            await home.hold()
+            await home.open(await second.start(), 2)
+            for caller in callers:
+                assert (await caller.all()).status == 200
+            await worker.stop()
+            await second.stop()
+
+    run(story())
+
+
 def test_time_in_a_hold_adds_up_over_several(tmp_path: Path) -> None:
     async def story() -> None:
         first, second = Worker(silent), Worker(silent)

@@ -296,6 +296,24 @@ def test_a_configuration_that_cannot_be_used_is_named_and_ends_with_2(tmp_path: 
     assert "Traceback" not in done.stderr
 
 
+def test_a_runtime_folder_that_cannot_be_written_is_named_and_ends_with_1(tmp_path: Path) -> None:
+    descriptor, sock = memfd(config(tmp_path, runtime=str(tmp_path / "missing"))), socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    done = subprocess.run(
+        command(descriptor, sock.fileno()),
+        pass_fds=(descriptor, sock.fileno()),
+        env={**os.environ, "PYTHONPATH": str(SUPERVISOR)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    os.close(descriptor)
+    sock.close()
+    assert done.returncode == 1
+    assert "missing/gateway.sock" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_settings_reach_the_limits_and_the_profile_the_rules(tmp_path: Path) -> None:
     descriptor = memfd(
         config(tmp_path, settings={"gateway_park_s": "1.5", "gateway_held": 7, "gateway_own_request_ids": "false"})

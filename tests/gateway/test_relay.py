@@ -395,7 +395,7 @@ def test_slow_heads_and_stalled_bodies_are_ended_and_idle_connections_closed(tmp
             slow = await home.ask(b"POST /x HT")
             await slow.until(b"408")
             stalled = await home.ask(request(body=b"12345")[:-1])
-            await stalled.until(b"400")
+            await stalled.until(b"408")
             idle = await home.ask(request())
             await until(lambda: idle.ended)
             assert parsed(idle.raw).status == 200
@@ -446,6 +446,32 @@ def test_a_kept_connection_that_the_worker_closed_costs_nobody_anything(tmp_path
             assert home.counts["symptoms"] == 0
             for _ in range(3):
                 assert (await home.get(request())).status == 200
+
+    run(story())
+
+
+def test_a_connection_that_was_idle_for_too_long_is_not_used_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        worker = Worker(plain())
+        async with house(tmp_path, worker, pool_idle_s=0.0) as home:
+            await home.get(request())
+            await home.get(request())
+            await until(lambda: worker.connections <= 1)
+            assert home.gateway.relay.pool.connections <= 1
+        async with house(tmp_path, Worker(plain()), pool_idle_s=0.05, sweep_s=0.02) as home:
+            await home.get(request())
+            await until(lambda: home.gateway.relay.pool.connections == 0)
+
+    run(story())
+
+
+def test_a_compressed_stream_is_passed_on_without_a_look(tmp_path: Path) -> None:
+    async def story() -> None:
+        raw = head("Content-Type: text/event-stream", "Content-Encoding: gzip", "Transfer-Encoding: chunked")
+        raw += chunk(b"\x1f\x8b no blank line") + LAST
+        async with house(tmp_path, Worker(raw_answer(raw, random.Random(3)))) as home:
+            assert (await home.get(request(body=STREAM_BODY))).raw == raw
+            assert home.counts["answered"] == 1
 
     run(story())
 

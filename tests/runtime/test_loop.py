@@ -8,10 +8,10 @@ import logging
 import pytest
 
 from defib.core.commands import Command, Note
-from defib.core.events import Booted, Elapsed, Event, PauseOrdered, StopOrdered
+from defib.core.events import Booted, Elapsed, Event, PauseOrdered, ResumeOrdered, StopOrdered
 from defib.core.machine import Machine
 from defib.core.state import Rules
-from defib.runtime.loop import MAX_QUEUED, Loop
+from defib.runtime.loop import GAP_S, MAX_QUEUED, Loop
 
 
 class Clock:
@@ -77,6 +77,36 @@ def test_time_in_which_we_did_not_run_moves_the_deadlines(caplog: pytest.LogCapt
             seen.loop._wake()
         assert not [e for e in seen.events if isinstance(e, Elapsed)]
         assert seen.loop.gaps_s > 4990 and "did not run" in caplog.text
+        seen.loop.stop()
+
+    asyncio.run(run())
+
+
+def test_a_gap_is_seen_even_if_an_event_wakes_us_before_our_own_timer() -> None:
+    async def run() -> None:
+        seen = Seen()
+        seen.loop.post(Booted(100.0, 1, True, "a:1", 100.0))
+        deadline = seen.loop._timers[0][0]
+        seen.clock.now += 90.0
+        seen.loop.post(PauseOrdered(seen.clock.now))  # a socket was read first, and what it said arms nothing
+        seen.loop.post(ResumeOrdered(seen.clock.now))  # and this arms a deadline of its own
+        moved, fresh = sorted(at for at, _, _ in seen.loop._timers)
+        assert moved == pytest.approx(deadline + 90.0, abs=2.0)
+        assert fresh == pytest.approx(seen.clock.now + 900.0)
+        assert seen.loop.gaps_s == pytest.approx(90.0, abs=2.0)
+        seen.loop.stop()
+
+    asyncio.run(run())
+
+
+def test_being_a_little_late_is_no_gap() -> None:
+    async def run() -> None:
+        seen = Seen()
+        seen.loop.post(Booted(100.0, 1, True, "a:1", 100.0))
+        before = seen.loop._timers[0][0]
+        seen.clock.now = seen.loop._expected + GAP_S
+        seen.loop._wake()
+        assert seen.loop._timers[0][0] == before and seen.loop.gaps_s == 0
         seen.loop.stop()
 
     asyncio.run(run())

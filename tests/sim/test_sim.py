@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.sim.world import Broken, World
+from tests.sim.world import Broken, World, with_row
 
+from defib.core import machine as m
 from defib.core.budget import Budget
-from defib.core.state import Rules
+from defib.core.commands import Command, HoldTraffic, Launch, Note, OpenTraffic, Settle
+from defib.core.events import Done, Elapsed, Event, Exited, Found, PauseOrdered, StopOrdered, Symptom
+from defib.core.machine import Machine
+from defib.core.state import Phase, Rules, Turn
+from defib.core.witnesses import Case
 
 RUNS = int(os.environ.get("DEFIB_SIM_RUNS", "300"))
 
@@ -86,3 +92,153 @@ def test_other_rules_keep_every_invariant(setting: str) -> None:
 def test_the_same_seed_gives_the_same_transcript() -> None:
     assert story(7).transcript == story(7).transcript
     assert story(7).transcript != story(8).transcript
+
+
+# --- mutants: each breaks one rule, and the rule's invariant must fall ---
+
+
+def _launch_without_a_kill(t: Turn, e: Any) -> None:
+    m._launch(t)
+
+
+def _trust_a_failed_kill(t: Turn, e: Any) -> None:
+    m._gate(t)
+
+
+def _open_unproven(t: Turn, e: Any) -> None:
+    m._launching_ready(t, e)
+    t.say(OpenTraffic(t.state.generation, t.state.address or ""))
+
+
+def _kill_on_one_witness(t: Turn, e: Any) -> None:
+    m._serving_found(t, e)
+    if t.state.case is not None:
+        m._convict(t, t.state.case)
+
+
+def _kill_on_a_symptom(t: Turn, e: Any) -> None:
+    m._suspecting_symptom(t, e)
+    if t.state.case is not None and t.state.phase is Phase.SUSPECTING:
+        m._convict(t, t.state.case)
+
+
+def _forget_the_deadline(t: Turn, e: Any) -> None:
+    m._launched(t, e)
+    t.forget("phase")
+
+
+def _renew_nothing(t: Turn, e: Any) -> None:
+    if e.name != "lease":
+        m._launch_elapsed(t, e)
+
+
+def _pause_that_forgets(t: Turn, e: Any) -> None:
+    m._pause(t, e)
+    m._serve(t)
+
+
+def _act_while_paused(t: Turn, e: Any) -> None:
+    m._convict(t, Case(t.at, exits=("root",)))
+
+
+def _stop_that_launches(t: Turn, e: Any) -> None:
+    m._stop(t, e)
+    t.say(Launch(t.ticket(), t.state.generation + 1, "same-again"))
+
+
+def _settle_twice(t: Turn, e: Any) -> None:
+    incident = t.state.incident
+    m._replayed(t, e)
+    if incident:
+        t.say(Settle(incident, "again"))
+
+
+def _never_settle(t: Turn, e: Any) -> None:
+    t.state = replace(t.state, incident=None)
+    m._replayed(t, e)
+
+
+def _forget_the_ledger(t: Turn, e: Any) -> None:
+    m._launched(t, e)
+    t.state = replace(t.state, ledger=())
+
+
+def _observe_that_kills(t: Turn, e: Any) -> None:
+    m._kill(t)
+
+
+def _down_for_ever(t: Turn, e: Any) -> None:
+    t.wait("phase", 60.0)
+
+
+OBSERVE = replace(Rules(), observe=True)
+MUTANTS: dict[str, tuple[str, Phase, type[Event], Callable[..., None], Rules]] = {
+    "launches without a kill": ("empty-before-launch", Phase.CAPTURING, Done, _launch_without_a_kill, Rules()),
+    "trusts a failed kill": ("empty-before-launch", Phase.KILLING, Done, _trust_a_failed_kill, Rules()),
+    "opens the unproven": ("proven-before-open", Phase.LAUNCHING, m.Ready, _open_unproven, Rules()),
+    "kills on one witness": ("witnesses", Phase.SERVING, Found, _kill_on_one_witness, Rules()),
+    "kills the well": ("no-harm", Phase.SUSPECTING, Symptom, _kill_on_a_symptom, Rules()),
+    "waits for ever": ("deadline", Phase.LAUNCHING, Done, _forget_the_deadline, Rules()),
+    "lets a lease end": ("lease", Phase.LAUNCHING, Elapsed, _renew_nothing, Rules()),
+    "ends a pause": ("paused", Phase.SERVING, PauseOrdered, _pause_that_forgets, Rules()),
+    "acts while paused": ("paused", Phase.PAUSED, Exited, _act_while_paused, Rules()),
+    "launches while stopping": ("stopped", Phase.SERVING, StopOrdered, _stop_that_launches, Rules()),
+    "settles twice": ("settled", Phase.REPLAYING, m.Replayed, _settle_twice, Rules()),
+    "never settles": ("settled", Phase.REPLAYING, m.Replayed, _never_settle, Rules()),
+    "forgets the ledger": ("budget", Phase.LAUNCHING, Done, _forget_the_ledger, Rules()),
+    "observes with teeth": ("observe", Phase.CAPTURING, Done, _observe_that_kills, OBSERVE),
+    "stays down": ("peace", Phase.DOWN, Elapsed, _down_for_ever, Rules()),
+}
+
+
+def fallen(invariant: str, runs: int = 150, **more: Any) -> bool:
+    """Whether some story breaks this invariant. Mutants break others too; those stories end early and say nothing."""
+    for seed in range(runs):
+        try:
+            story(seed, **more)
+        except Broken as broken:
+            if broken.name == invariant:
+                return True
+        except AssertionError:
+            continue
+    return False
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_caught_by_its_invariant(name: str) -> None:
+    invariant, phase, event, handler, rules = MUTANTS[name]
+    assert fallen(invariant, rules=rules, table=with_row(m.TABLE, phase, event, handler))
+
+
+class Forgetful(Machine):
+    """Says everything but one kind of command."""
+
+    missing: type[Command] = HoldTraffic
+
+    def step(self, event: Event) -> list[Command]:
+        return [c for c in super().step(event) if not isinstance(c, self.missing)]
+
+
+class Moody(Machine):
+    """Its answers depend on more than its state and the event."""
+
+    moods = iter(range(10**9))
+
+    def step(self, event: Event) -> list[Command]:
+        return [*super().step(event), Note("mood", (("number", next(self.moods)),))]
+
+
+def test_a_machine_that_never_holds_lets_traffic_reach_the_convicted() -> None:
+    assert fallen("held", machine=Forgetful)
+
+
+def test_a_machine_with_a_mood_gives_two_transcripts_for_one_seed() -> None:
+    assert story(7, machine=Moody).transcript != story(7, machine=Moody).transcript
+
+
+def test_a_launcher_that_takes_a_second_generation_is_seen_by_one_alive() -> None:
+    world = World(3)
+    world.run(90.0)
+    with pytest.raises(Broken) as broken:
+        world._begin("primary")
+    assert broken.value.name == "one-alive"

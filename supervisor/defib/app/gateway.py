@@ -28,6 +28,7 @@ from defib.runtime.clock import boottime
 
 MAX_CONFIG_BYTES = 4 << 20
 ORPHAN_CHECK_S = 1.0
+EXIT_CANNOT_SERVE = 1
 EXIT_BAD_CONFIG = 2
 DEFAULT_DRAIN_S = 20.0
 _LIMIT_SETTINGS = {f"gateway_{field.name}": field.name for field in fields(Limits)}
@@ -142,7 +143,7 @@ def _raise_descriptor_limit() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The process; returns its exit code: 0 after an orderly stop, 2 for a configuration that can't be used."""
+    """The process. Exit codes: 0 after an orderly stop, 1 it can't serve, 2 the configuration can't be used."""
     parser = argparse.ArgumentParser(prog="defib-gateway", description="The HTTP data path of one defib instance.")
     parser.add_argument("--config-fd", type=int, required=True, help="descriptor of the instance's configuration")
     parser.add_argument("--listen-fd", type=int, required=True, help="descriptor of the listening socket")
@@ -156,7 +157,11 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, PolicyError, OSError) as error:
         print(f"defib gateway: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    _run(serve(config, sock))
+    try:
+        _run(serve(config, sock))
+    except OSError as error:
+        print(f"defib gateway: cannot serve from {config.place.seam}: {error}", file=sys.stderr)
+        return EXIT_CANNOT_SERVE
     return 0
 
 

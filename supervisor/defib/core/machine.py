@@ -445,7 +445,7 @@ def _resume(t: Turn, e: Booted, resume: Resume, known: bool) -> None:
         _traffic(t)
         _await_budget(t)
     elif recovering and resume.phase == Phase.CAPTURING:
-        t.state = replace(t.state, case=Case(t.at))
+        t.state = replace(t.state, case=Case(t.at), proven=False)
         _capture(t)
     elif recovering and resume.phase in (Phase.KILLING, Phase.GATING, Phase.CLEARING, Phase.STUCK):
         t.state = replace(t.state, case=Case(t.at))
@@ -1079,7 +1079,8 @@ def _gateway_back(t: Turn, e: GatewayBack) -> None:
     t.state = replace(t.state, gateway_lost=False)
     t.note("gateway_back", gate=e.gate)
     s = t.state
-    if s.phase is Phase.SUSPECTING and e.gate == "starting" and s.address and not t.rules.observe:
+    suspected = s.phase is Phase.SUSPECTING and s.alive and s.proven and not t.rules.observe
+    if suspected and s.address and e.gate == "starting":
         t.say(OpenTraffic(s.generation, s.address))  # a new gateway: nothing is parked there yet
     _traffic(t)
     if s.phase is Phase.REPLAYING:

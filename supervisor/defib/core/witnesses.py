@@ -48,6 +48,8 @@ class Case:
     def with_symptom(self, symptom: Symptom) -> Case:
         known = self.symptoms
         seen = replace(self, symptom_at=max(self.symptom_at, symptom.at))
+        if any((s.connection, s.body) == (symptom.connection, symptom.body) for s in known):
+            return seen
         same_connection = sum(1 for s in known if s.connection == symptom.connection)
         same_body = sum(1 for s in known if s.body == symptom.body)
         if max(same_connection, same_body) >= UNLIKE_EXCHANGES or len(known) >= MAX_SYMPTOMS:

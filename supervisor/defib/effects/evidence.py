@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from defib.core.redact import redact_text
+from defib.core.redact import redact_text, redact_value
 from defib.runtime.clock import stamp, wall
 from defib.runtime.store import write_atomically
 
@@ -26,6 +26,8 @@ MAX_LOG_BYTES = 8 << 20
 MAX_INCIDENTS = 50
 MAX_TOTAL_BYTES = 512 << 20
 MAX_AGE_S = 30 * 86400.0
+HALF_WRITTEN_S = 3600.0
+"""A folder that is hidden for longer than this was given up."""
 
 
 class Line(Protocol):
@@ -75,9 +77,9 @@ class Evidence:
 
     def open(self, incident: str, generation: int, at: float) -> Incident:
         """The (perhaps already existing) folder of this incident."""
-        known = sorted(self.root.glob(f"*-{incident}"))
-        if known:
-            return self._read(known[-1], incident, generation, at)
+        known = sorted(self.root.glob(f"*-{incident}"), key=lambda folder: folder.name.removeprefix("."))
+        if known and (folder := _unveiled(known[-1])) is not None:
+            return self._read(folder, incident, generation, at)
         name = f"{stamp().replace('-', '').replace(':', '').split('.')[0]}Z-{incident}"
         return Incident(incident, self.root / name, at, generation)
 
@@ -90,6 +92,8 @@ class Evidence:
             opened.generation = int(manifest["generation"])
         except (OSError, ValueError, LookupError, TypeError):
             pass
+        for item in _unlisted(folder, opened.items):
+            opened.items[item.name] = item
         return opened
 
     def write(self, incident: Incident, files: Mapping[str, tuple[str, bytes | None, str]]) -> bool:
@@ -155,14 +159,15 @@ class Evidence:
         return text.encode("utf-8", "replace")[-MAX_LOG_BYTES:]
 
     def json(self, value: Any) -> bytes:
-        return redact_text(json.dumps(value, indent=1, default=str), self.secrets).encode()
+        """A value as JSON, redacted before it is one: what quotes and escapes are made of stays whole."""
+        return json.dumps(redact_value(value, self.secrets), indent=1, default=str).encode()
 
     def tidy(self) -> list[str]:
         """Forgets the oldest incidents beyond the limits of count, bytes and age. Returns the folders' names."""
         gone: list[str] = []
         total = 0
         try:
-            folders = sorted((p for p in self.root.iterdir() if p.is_dir()), reverse=True)
+            folders = sorted((p for p in self.root.iterdir() if p.is_dir() and not _in_work(p)), reverse=True)
         except OSError:
             return gone
         for count, folder in enumerate(folders):
@@ -172,6 +177,38 @@ class Evidence:
                 shutil.rmtree(folder, ignore_errors=True)
                 gone.append(folder.name)
         return gone
+
+
+def _unveiled(folder: Path) -> Path | None:
+    """The visible folder. A hidden one is a first write that kill -9 cut short: what it has is kept."""
+    if not folder.name.startswith("."):
+        return folder
+    visible = folder.with_name(folder.name[1:])
+    try:
+        os.replace(folder, visible)
+    except OSError:
+        return None
+    return visible
+
+
+def _unlisted(folder: Path, items: Mapping[str, Item]) -> list[Item]:
+    """Files that were written before the manifest could name them."""
+    found: list[Item] = []
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            if path.name in items or path.name == "manifest.json" or path.name.startswith("."):
+                continue
+            item = Item(path.name, "a supervisor that was killed meanwhile", stamp(_mtime(path)))
+            with path.open("rb") as file:
+                item.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            item.bytes = path.stat().st_size
+            found.append(item)
+    return found
+
+
+def _in_work(folder: Path) -> bool:
+    """Is somebody writing this one for the first time?"""
+    return folder.name.startswith(".") and wall() - _mtime(folder) < HALF_WRITTEN_S
 
 
 def _size(folder: Path) -> int:

@@ -211,7 +211,7 @@ class Client(asyncio.Protocol):
         except BadHead as error:
             self._say(error.status, answers.bad_request(error.status, str(error)))
         except BadFraming as error:
-            self._bad_body(str(error))
+            self._bad_body(400, str(error))
 
     def _read_ahead(self) -> None:
         ahead, self._ahead = self._ahead, b""
@@ -311,13 +311,13 @@ class Client(asyncio.Protocol):
             self.write(page)
         self.finished(head.keep_alive)
 
-    def _bad_body(self, message: str) -> None:
+    def _bad_body(self, status: int, message: str) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:  # its beginning went to the worker
             self._relay.gone(exchange)
             self.cut()
             return
-        self._say(400, answers.bad_request(400, message))
+        self._say(status, answers.bad_request(status, message))
 
     # --- ends and bounds ---
 
@@ -394,4 +394,4 @@ class Client(asyncio.Protocol):
             if quiet_s > limits.idle_s:
                 self._close()
         elif self._mode is Mode.BODY and not self._held_back and quiet_s > limits.body_stall_s:
-            self._bad_body(f"nothing of the body came for {limits.body_stall_s:g} s")
+            self._bad_body(408, f"nothing of the body came for {limits.body_stall_s:g} s")

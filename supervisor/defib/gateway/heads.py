@@ -28,7 +28,7 @@ _SPECIAL = _HOP | {
     b"x-forwarded-for",
     b"x-request-id",
 }
-_READ = _HOP | {b"content-length", b"content-type"}
+_READ = _HOP | {b"content-length", b"content-type", b"content-encoding"}
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: [^\r\n]*)?")
 Fields = list[tuple[bytes, bytes]]
 Framing = Literal["none", "length", "chunked", "close"]
@@ -213,6 +213,7 @@ class AnswerHead:
     length: int
     keep_alive: bool
     event_stream: bool
+    """Server-sent events that can be read (not compressed)."""
     hop: bool
     """It has fields of this hop only: it can't be passed on as it is."""
     fields: Fields
@@ -243,6 +244,7 @@ def parse_answer(head: bytes, method: str) -> AnswerHead:
     fields: Fields = []
     answer = AnswerHead(head, int(status[2]), "close", 0, status[1] == b"1", False, False, fields)
     coding = length = None
+    event_stream = encoded = False
     for line in lines[1:-2]:
         name, colon, value = line.partition(b":")
         if not colon or not name or name.find(b" ") >= 0 or name.find(b"\t") >= 0:
@@ -257,13 +259,16 @@ def parse_answer(head: bytes, method: str) -> AnswerHead:
                 raise BadHead(502, "a bad Content-Length")
             length = int(value)
         elif low == b"content-type":
-            answer.event_stream = value.lower().startswith(b"text/event-stream")
+            event_stream = value.lower().startswith(b"text/event-stream")
+        elif low == b"content-encoding":
+            encoded = value.lower() != b"identity"
         elif low == b"transfer-encoding":
             coding = value.lower() if coding is None else b"twice"
         else:
             answer.hop = True
             if low == b"connection" and b"close" in _tokens(value):
                 answer.keep_alive = False
+    answer.event_stream = event_stream and not encoded
     _frame(answer, coding, length, method)
     return answer
 

@@ -357,6 +357,9 @@ class Relay:
         moved = address != self.keeper.address
         ruled = self.keeper.open(generation, address, ramp_per_s)
         self._watch_lease()
+        if self._ramp is not None:
+            self._ramp.cancel()
+            self._ramp = None
         if generation > before:
             self._take_back_all(generation - 1)
         elif ruled:
@@ -472,7 +475,9 @@ class Relay:
 
     def tell(self) -> None:
         """A few times a second: progress and counts, if they changed."""
-        self.teller.turn(self.keeper.generation, self.in_flight)
+        parked = any(e.state is State.PARKED for e in self.exchanges.values())
+        calm = self.keeper.gate is Gate.OPEN and not parked
+        self.teller.turn(self.keeper.generation, self.in_flight, calm)
 
     @property
     def in_flight(self) -> int:

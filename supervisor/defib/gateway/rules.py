@@ -73,6 +73,8 @@ class Limits:
     # telling
     symptoms_per_s: int = 50
     progress_s: float = 0.1
+    calm_progress_s: float = 0.5
+    """While nobody is accused; a supervisor that hears of tokens ten times a second costs three times as much."""
     sweep_s: float = 1.0
     """How often the coarse deadlines are looked at."""
     counts_s: float = 1.0

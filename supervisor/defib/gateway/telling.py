@@ -56,7 +56,7 @@ class Teller:
         self._second, self._symptoms = 0, 0
         self._told_progress: tuple[int, int, int] = (0, 0, 0)
         self._told_counts: dict[str, int] = {}
-        self._counts_at = 0.0
+        self._counts_at = self._progress_at = 0.0
 
     def body_hash(self, body: bytes | None) -> str:
         """A hash that says whether two bodies of this gateway's life are the same, and nothing else."""
@@ -82,11 +82,15 @@ class Teller:
         """Whether the counts changed since they were last told."""
         return asdict(self.counts) != self._told_counts
 
-    def turn(self, generation: int, in_flight: int) -> None:
-        """Tells progress and counts if they changed; called ten times a second at most."""
+    def turn(self, generation: int, in_flight: int, calm: bool = False) -> None:
+        """Tells progress and counts if they changed; called ten times a second at most.
+
+        `calm`: nobody is accused, so that nothing waits for a token to refute it: progress is told more seldom.
+        """
         progress = (generation, in_flight, self.tokens)
-        if progress != self._told_progress:
-            self._told_progress = progress
+        due = not calm or self.clock() - self._progress_at >= self._limits.calm_progress_s
+        if due and progress != self._told_progress:
+            self._told_progress, self._progress_at = progress, self.clock()
             fields = {"tokens": self.tokens, "token_at": self.token_at}
             self._tell("progress", generation=generation, in_flight=in_flight, **fields)
         now = self.clock()

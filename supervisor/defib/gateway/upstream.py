@@ -107,10 +107,13 @@ class Pool:
             self._idle.pop().abort()
 
     def take(self) -> Upstream | None:
-        """A connection that was idle, the most recent first."""
+        """A connection that was idle, the most recent first, and not for so long that the worker may just close it."""
+        oldest = self._loop.time() - self._limits.pool_idle_s
         while self._idle:
             upstream = self._idle.pop()
-            if upstream.transport is not None and not upstream.transport.is_closing():
+            if upstream.idle_since < oldest:
+                upstream.abort()
+            elif upstream.transport is not None and not upstream.transport.is_closing():
                 return upstream
         return None
 

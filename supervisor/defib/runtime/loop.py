@@ -22,7 +22,7 @@ HEARTBEAT_S = 1.0
 BUG_RETRY_S = 5.0
 """A deadline whose handling met a bug is tried again after this long."""
 MAX_QUEUED = 10_000
-"""More waiting events than this are a bug or an attack: the oldest unimportant ones would be lost, so we say so."""
+"""More waiting events than this are a bug or an attack: what comes then is lost, and counted."""
 
 log = logging.getLogger("defib.loop")
 
@@ -71,6 +71,7 @@ class Loop:
             self._busy = False
 
     def _one(self, event: Event) -> None:
+        self._notice_gap()
         try:
             self.on_event(event)
             commands = self.machine.step(event)
@@ -110,15 +111,20 @@ class Loop:
         self._handle = asyncio.get_running_loop().call_later(delay, self._wake)
 
     def _wake(self) -> None:
+        self._notice_gap()
         self._handle = None
-        late = self.clock() - self._expected
-        if late > GAP_S:
-            self._shift(late)
         now = self.clock()
         while self._timers and self._timers[0][0] <= now:
             wait = heapq.heappop(self._timers)[2]
             self.post(Elapsed(now, wait.name, wait.ticket))
         self._arm()
+
+    def _notice_gap(self) -> None:
+        """Looked for before anything is done: after a gap a socket may wake us before our own timer does."""
+        late = self.clock() - self._expected
+        if self._handle is not None and late > GAP_S:
+            self._shift(late)
+            self._expected += late
 
     def _shift(self, seconds: float) -> None:
         """We did not run for this long: nobody's time ran out meanwhile."""

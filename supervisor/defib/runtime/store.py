@@ -44,11 +44,14 @@ class Store:
     def load(self) -> tuple[dict[str, Any], str | None]:
         """The last saved object (empty if none), and what was wrong with the file, if anything."""
         try:
-            data = self.path.read_bytes()[: MAX_STATE_BYTES + 1]
+            with self.path.open("rb") as file:
+                data = file.read(MAX_STATE_BYTES + 1)
+            if len(data) > MAX_STATE_BYTES:
+                raise ValueError(f"larger than {MAX_STATE_BYTES} bytes")
             value = json.loads(data)
         except FileNotFoundError:
             return {}, None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             return {}, f"{self.path}: not usable ({error}); starting with an empty memory"
         if not isinstance(value, dict):
             return {}, f"{self.path}: not an object; starting with an empty memory"
