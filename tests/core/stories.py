@@ -64,8 +64,19 @@ class Story:
         return self
 
     # the words of the stories
-    def boots(self, resume: Resume | None = None, running: bool = True, generation: int = 1) -> Story:
-        return self.tell(lambda at: Booted(at, generation, running, f"a:{generation}", at - 1, None, resume))
+    def boots(
+        self,
+        resume: Resume | None = None,
+        running: bool = True,
+        generation: int = 1,
+        launched_at: float | None = None,
+        code: int | None = None,
+    ) -> Story:
+        def booted(at: float) -> Booted:
+            began = at - 1 if launched_at is None else launched_at
+            return Booted(at, generation, running, f"a:{generation}", began, code, resume)
+
+        return self.tell(booted)
 
     def ready(self, after: float = 30.0) -> Story:
         return self.tell(lambda at: Ready(at, self.state.generation), after)

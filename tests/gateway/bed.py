@@ -227,8 +227,8 @@ class Got:
 
     @property
     def data(self) -> list[str]:
-        """The data of the events of a stream."""
-        return [part[6:] for part in self.body.decode().split("\n\n") if part.startswith("data: ")]
+        """The data of the whole events of a stream."""
+        return [part[6:] for part in self.body.decode().split("\n\n")[:-1] if part.startswith("data: ")]
 
 
 def parsed(raw: bytes, method: str = "POST", eof: bool = True) -> Got:

@@ -94,6 +94,8 @@ class Running:
             command(descriptor, self.sock.fileno()),
             pass_fds=(descriptor, self.sock.fileno()),
             env={**os.environ, "PYTHONPATH": str(SUPERVISOR)},
+            # A shell without job control ignores SIGINT for what runs in its background, and that is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         os.close(descriptor)
         self.processes.append(process)

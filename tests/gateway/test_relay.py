@@ -260,7 +260,7 @@ def test_a_client_that_sends_faster_than_the_worker_takes_is_slowed_down(tmp_pat
 
 def test_a_client_that_reads_slowly_slows_the_worker_down(tmp_path: Path) -> None:
     async def story() -> None:
-        total = 30_000_000
+        total = 16_000_000
         sent = 0
 
         async def act(talk: Talk) -> None:
@@ -276,6 +276,7 @@ def test_a_client_that_reads_slowly_slows_the_worker_down(tmp_path: Path) -> Non
             await until(lambda: any(client.write_paused for client in home.gateway.door.clients), "back-pressure")
             assert sent < total
             caller.listen()
+            await until(lambda: len(caller.raw) >= total)
             got = await caller.all()
             assert len(got.body) == total
 

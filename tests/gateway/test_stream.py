@@ -20,6 +20,7 @@ def token(text: str, finish: str = "null") -> bytes:
 
 
 ERROR = b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\n'
+BOTH = b'data: {"choices":[{"text":"a","finish_reason":null}],"error":{"code":500}}\n\n'
 DONE = b"data: [DONE]\n\n"
 GOOD = [token("a"), token("b"), b": ping\n\n", token("c", '"stop"'), DONE]
 
@@ -91,6 +92,8 @@ EVENTS = [
     ERROR,
     token(""),
     token("x", '"length"'),
+    GOOD[0].replace(b'{"id"', b'{"error":{},"id"'),
+    BOTH,
     token('\\"error\\"'),
     b"event: x\n" + GOOD[0],
     GOOD[0] + GOOD[1],

@@ -9,17 +9,29 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.sim.world import Broken, World, with_row
+from tests.sim.invariants import Broken
+from tests.sim.life import Life, with_row
 
 from defib.core import machine as m
 from defib.core.budget import Budget
 from defib.core.commands import Command, HoldTraffic, Launch, Note, OpenTraffic, Settle
-from defib.core.events import Done, Elapsed, Event, Exited, Found, PauseOrdered, StopOrdered, Symptom
+from defib.core.events import (
+    Done,
+    Elapsed,
+    Event,
+    Exited,
+    Found,
+    PauseOrdered,
+    Ready,
+    Replayed,
+    StopOrdered,
+    Symptom,
+)
 from defib.core.machine import Machine
 from defib.core.state import Phase, Rules, Turn
 from defib.core.witnesses import Case
 
-RUNS = int(os.environ.get("DEFIB_SIM_RUNS", "300"))
+RUNS = int(os.environ.get("DEFIB_SIM_RUNS", "350"))
 
 WHAT = (
     ("poison", 5),
@@ -44,9 +56,9 @@ WHAT = (
 PAUSES_S = (0.002, 0.02, 0.1, 0.5, 3.0, 20.0, 90.0, 400.0)
 
 
-def story(seed: int, steps: int = 40, **more: Any) -> World:
+def story(seed: int, steps: int = 40, **more: Any) -> Life:
     """One instance's life: things befall it at random moments, then peace."""
-    world = World(seed, **more)
+    world = Life(seed, **more)
     names, weights = zip(*WHAT, strict=True)
     for _ in range(steps):
         world.run(world.dice.choice(PAUSES_S))
@@ -175,7 +187,7 @@ OBSERVE = replace(Rules(), observe=True)
 MUTANTS: dict[str, tuple[str, Phase, type[Event], Callable[..., None], Rules]] = {
     "launches without a kill": ("empty-before-launch", Phase.CAPTURING, Done, _launch_without_a_kill, Rules()),
     "trusts a failed kill": ("empty-before-launch", Phase.KILLING, Done, _trust_a_failed_kill, Rules()),
-    "opens the unproven": ("proven-before-open", Phase.LAUNCHING, m.Ready, _open_unproven, Rules()),
+    "opens the unproven": ("proven-before-open", Phase.LAUNCHING, Ready, _open_unproven, Rules()),
     "kills on one witness": ("witnesses", Phase.SERVING, Found, _kill_on_one_witness, Rules()),
     "kills the well": ("no-harm", Phase.SUSPECTING, Symptom, _kill_on_a_symptom, Rules()),
     "waits for ever": ("deadline", Phase.LAUNCHING, Done, _forget_the_deadline, Rules()),
@@ -183,8 +195,8 @@ MUTANTS: dict[str, tuple[str, Phase, type[Event], Callable[..., None], Rules]] =
     "ends a pause": ("paused", Phase.SERVING, PauseOrdered, _pause_that_forgets, Rules()),
     "acts while paused": ("paused", Phase.PAUSED, Exited, _act_while_paused, Rules()),
     "launches while stopping": ("stopped", Phase.SERVING, StopOrdered, _stop_that_launches, Rules()),
-    "settles twice": ("settled", Phase.REPLAYING, m.Replayed, _settle_twice, Rules()),
-    "never settles": ("settled", Phase.REPLAYING, m.Replayed, _never_settle, Rules()),
+    "settles twice": ("settled", Phase.REPLAYING, Replayed, _settle_twice, Rules()),
+    "never settles": ("settled", Phase.REPLAYING, Replayed, _never_settle, Rules()),
     "forgets the ledger": ("budget", Phase.LAUNCHING, Done, _forget_the_ledger, Rules()),
     "observes with teeth": ("observe", Phase.CAPTURING, Done, _observe_that_kills, OBSERVE),
     "stays down": ("peace", Phase.DOWN, Elapsed, _down_for_ever, Rules()),
@@ -237,7 +249,7 @@ def test_a_machine_with_a_mood_gives_two_transcripts_for_one_seed() -> None:
 
 
 def test_a_launcher_that_takes_a_second_generation_is_seen_by_one_alive() -> None:
-    world = World(3)
+    world = Life(3)
     world.run(90.0)
     with pytest.raises(Broken) as broken:
         world._begin("primary")

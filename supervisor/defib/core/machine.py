@@ -3,12 +3,14 @@
 1. One table answers every (phase, event) pair; what is not listed for a phase is ignored there, by name.
 2. Facts of another generation, and ends of effects whose ticket is not pending, are dropped before the table.
 3. At most one generation lives. A launch is ordered only after KillTree of the one before it was done.
-4. No kill without sufficient witnesses (`witnesses.sufficient`), none in observe, none while paused.
-5. Traffic reaches a generation only after its canary was answered (or could not be sent: blind), except the canary.
+4. No kill without sufficient witnesses (`witnesses.sufficient`), a start limit or a failed proof; none in observe,
+   none while paused.
+5. Traffic reaches a generation only after its canary was answered (or could not be sent: blind). Where none has ever
+   been answered it proves nothing: that first start is opened whatever it says.
 6. From the verdict until the next generation is proven, traffic is held, refused or stopped, never open.
 7. Every phase that waits has a deadline that leads out of it.
 8. A launch is entered in the ledger when it is ordered, and leaves it after probation under traffic.
-9. Once stopping, nothing is suspected, killed or launched.
+9. Once stopping, nothing is suspected, killed or launched; only an order to finish is said until it is heard.
 10. Every incident that opens settles.
 
 Time arrives on the event; timers leave as Wait. The machine never asks the world a question.
@@ -258,12 +260,16 @@ def _weigh(t: Turn) -> None:
         _convict(t, case)
 
 
+def _open(t: Turn, why: str) -> None:
+    """A new incident; its name is a file name."""
+    number = t.state.incidents + 1
+    t.state = replace(t.state, incident=f"{number:04d}-{why}", incidents=number)
+
+
 def _convict(t: Turn, case: Case) -> None:
     s = t.state
-    fresh = s.incident is None
-    if fresh:
-        number = s.incidents + 1
-        t.state = replace(s, incident=f"{number:04d}-g{s.generation}", incidents=number)
+    if s.incident is None:
+        _open(t, f"g{s.generation}")
     t.state = replace(t.state, case=case, cause=case.fingerprint(), proven=s.proven and t.rules.observe)
     t.note(
         "verdict",
@@ -414,6 +420,7 @@ def _booted(t: Turn, e: Booted) -> None:
         launched_at=budget.ordered_at(resume.ledger, e.launched_at),
         end_code=e.code,
         alive=e.running,
+        ready=resume.proven and known,
         proven=resume.proven and known,
         ever_ready=resume.ever_ready,
         rung=min(resume.rung, len(t.rules.rungs) - 1),
@@ -1021,10 +1028,10 @@ def _paused_exited(t: Turn, e: Exited) -> None:
 def _resume_order(t: Turn, e: ResumeOrdered) -> None:
     """From down or stuck: one more try, whatever the budget says."""
     t.note("resumed", generation=t.state.generation)
-    s = replace(t.state, ledger=(), bad_rungs=frozenset())
-    if s.phase is Phase.DOWN:
-        s = replace(s, rung=0, incident=f"{s.incidents + 1:04d}-resume", incidents=s.incidents + 1)
-    t.state = s
+    t.state = replace(t.state, ledger=(), bad_rungs=frozenset())
+    if t.state.phase is Phase.DOWN:
+        t.state = replace(t.state, rung=0)
+        _open(t, "resume")
     _kill(t)
 
 
@@ -1033,6 +1040,7 @@ def _look_again(t: Turn, e: ResumeOrdered) -> None:
     t.note("resumed", generation=t.state.generation)
     s = t.state
     if s.pending and s.address is None:  # the launch that was under way still is
+        _open(t, "resume")
         _enter(t, Phase.LAUNCHING)
         t.state = replace(t.state, pending=s.pending)
         _traffic(t)
@@ -1060,8 +1068,8 @@ def _down_elapsed(t: Turn, e: Elapsed) -> None:
     if t.rules.on_spent == "exit":
         _finish(t, EXIT_BUDGET_SPENT, "the launch budget is spent")
         return
-    s = t.state
-    t.state = replace(s, rung=0, incident=f"{s.incidents + 1:04d}-retry", incidents=s.incidents + 1)
+    t.state = replace(t.state, rung=0)
+    _open(t, "retry")
     _kill(t)
 
 
@@ -1071,12 +1079,10 @@ def _mark_dead(t: Turn, e: Exited) -> None:
 
 
 def _gateway_lost(t: Turn, e: GatewayLost) -> None:
-    t.state = replace(t.state, gateway_lost=True)
     t.note("gateway_lost")
 
 
 def _gateway_back(t: Turn, e: GatewayBack) -> None:
-    t.state = replace(t.state, gateway_lost=False)
     t.note("gateway_back", gate=e.gate)
     s = t.state
     suspected = s.phase is Phase.SUSPECTING and s.alive and s.proven and not t.rules.observe

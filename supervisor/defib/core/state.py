@@ -93,7 +93,6 @@ class State:
     """The canary was answered once by this instance: an error is news from then on."""
     symptoms_rest_until: float = 0.0
     observe_rest_until: float = 0.0
-    gateway_lost: bool = False
     traffic_seen: bool = False
     end_code: int | None = None
     """Exit code of the worker's root that we saw last, or the one that we finish with."""

@@ -49,7 +49,7 @@ class Problem:
         """The header lines that go with it. OpenAI's clients obey `x-should-retry`."""
         if self.retry_after_s is None:
             return b"X-Should-Retry: false\r\n"
-        return b"Retry-After: %d\r\n" % max(1, math.ceil(self.retry_after_s))
+        return b"Retry-After: %d\r\n" % max(1, math.ceil(round(self.retry_after_s, 3)))
 
 
 RETRY_S = 5.0

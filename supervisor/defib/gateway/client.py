@@ -263,10 +263,10 @@ class Client(asyncio.Protocol):
         used = body.feed(data)
         if self._exchange is not None:
             self._pass_body_on(body)
-        elif body.done:
-            self._submit()
         elif body.streamed:
             self._submit_streamed()
+        elif body.done:
+            self._submit()
         return data[used:] if used < len(data) else b""
 
     def _pass_body_on(self, body: BodyReader) -> None:

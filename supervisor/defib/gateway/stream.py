@@ -117,8 +117,6 @@ class StreamFilter:
     def _judge(self, data: bytes, base: int, pieces: list[Piece]) -> int:
         """How many of the kept bytes may go: those up to the end of the last good event."""
         safe = 0
-        if self.owes_crlf and self.kept[:2] == b"\r\n":
-            safe, self.owes_crlf = 2, False
         for start, stop, left in pieces:
             before = len(self._event)
             self._event += data[start:stop]
