@@ -236,6 +236,7 @@ def test_an_adoption_never_turns_the_generation_back() -> None:
 def test_an_engine_that_dies_while_launching_waits_for_its_root_and_no_longer() -> None:
     story = REACH[Phase.LAUNCHING]().exits(ProcessKind.ENGINE, 1)
     assert story.state.phase is Phase.LAUNCHING
+    assert [round(w.at - story.at, 3) for w in said(story, Wait)] == [ROOT_FOLLOWS_S]
     story.elapses(after=ROOT_FOLLOWS_S)
     assert story.state.phase is Phase.KILLING and noted(story, "rung_failed")["why"] == "an engine process exited"
     assert REACH[Phase.PROVING]().exits(ProcessKind.ENGINE, 1).state.phase is Phase.KILLING
@@ -292,6 +293,12 @@ def test_a_second_fault_while_replaying_belongs_to_the_same_incident() -> None:
     assert not said(story, Settle)
     story.recovers()
     assert [s.incident for s in said(story, Settle)] == ["0001-g1"]
+
+
+def test_the_first_answer_of_all_may_be_a_relaunchs() -> None:
+    story = Story().boots().ready().canary(CanaryOutcome.BLIND)
+    assert not story.state.answered, "an error proves nothing yet"
+    assert story.exits().relaunches().ready().canary().state.answered
 
 
 # --- starting ---
@@ -361,6 +368,13 @@ def test_only_a_resume_clears_the_ledger_and_the_bad_rungs() -> None:
     assert said(story, KillTree)[0].incident.endswith("-resume") and story.state.ledger == ()
     story.done(Effect.KILL).done(Effect.GATE)
     assert said(story, Launch)[0].rung == "same-again", "from the ladder's start"
+
+
+def test_a_resume_relaunches_a_dead_worker_though_the_budget_is_spent() -> None:
+    rules = Rules(budget=Budget(3600.0, 1))
+    story = Story(rules).serves().exits().recovers().tell(PauseOrdered).exits().tell(ResumeOrdered)
+    story.done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE)
+    assert story.state.phase is Phase.LAUNCHING
 
 
 def test_what_was_found_while_paused_is_looked_into_afterwards() -> None:
