@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.loop.bed import Bed, bed, until
+from tests.loop.bed import Bed, Client, bed, completion, until
 
 pytestmark = pytest.mark.process
 
@@ -69,7 +69,6 @@ def test_clients_see_a_pause_when_the_context_is_poisoned(tmp_path: Path) -> Non
 def test_the_evidence_holds_the_cause_its_context_and_an_honest_manifest(tmp_path: Path) -> None:
     with bed(tmp_path, "--fake-step-ms", "20", "--api-key", "sk-verysecretkey123456") as b:
         key = {"Authorization": "Bearer sk-verysecretkey123456"}
-        from tests.loop.bed import Client, completion
 
         client = Client(b.url, "/v1/completions", completion("private words here", 200, True), **key)
         assert client.got.first_event.wait(10)
@@ -164,7 +163,6 @@ def test_an_echoed_prompt_kills_nobody(tmp_path: Path) -> None:
 
 
 def test_a_route_that_raises_with_the_clients_text_kills_nobody(tmp_path: Path) -> None:
-    from tests.loop.bed import Client
 
     text = "CUDA error: an illegal memory access was encountered"
     with bed(tmp_path) as b:
@@ -227,3 +225,11 @@ def test_observe_touches_nothing(tmp_path: Path) -> None:
         assert root in {p.pid for p in b.worker_processes()}
         assert b.incidents() != []
         assert b.events("killed") == [] and b.events("launch") == []
+
+
+def test_without_a_gateway_a_recovery_ends_as_soon_as_the_worker_is_proven(tmp_path: Path) -> None:
+    with bed(tmp_path, run=("--no-gateway",)) as b:
+        b.fault("illegal_access")
+        Client(b.url, "/v1/completions", completion("hello", 20), 5.0).result()
+        b.serving(2, 20)
+        assert [e["outcome"] for e in b.events("settled")] == ["recovered"]

@@ -37,7 +37,7 @@ from defib.core.events import Resume as ResumeValue
 from defib.core.redact import redact_argv, secret_name
 from defib.drivers.launcher_client import Launcher, Process, process
 from defib.effects import evidence as evidence_module
-from defib.effects.canary import CanaryRequest, send_canary
+from defib.effects.canary import CanaryRequest, CanaryResult, send_canary
 from defib.effects.evidence import Evidence, Incident
 from defib.effects.kill import kill_tree
 from defib.effects.report import Report, render
@@ -176,6 +176,8 @@ class World:
 
     def _say(self, verb: str, **fields: Any) -> None:
         if not self.config.gateway:
+            if verb == "open":  # nothing can wait anywhere, so nothing is left to replay
+                self.owner.on_event(Replayed(boottime(), int(fields["generation"]), 0, 0))
             return
         self._traffic.put_nowait((verb, fields))
         if self._traffic_task is None or self._traffic_task.done():
@@ -214,7 +216,11 @@ class World:
             self.owner.on_event(blind)
             return
         reference = "" if command.purpose == "reference" else self.reference
-        result = await send_canary(command.address, request, command.timeout_s, boottime, reference)
+        try:
+            result = await send_canary(command.address, request, command.timeout_s, boottime, reference)
+        except Exception as error:  # a bug of ours is no fact about the worker
+            self.owner.log.write("bug", {"effect": "canary", "error": repr(error)})
+            result = CanaryResult(CanaryOutcome.BLIND, now, f"bug: {error!r}")
         if command.purpose == "reference" and result.digest:
             self.reference = result.digest
         outcome, detail = result.outcome, result.detail
