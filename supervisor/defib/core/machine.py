@@ -1097,10 +1097,6 @@ def _store_failed(t: Turn, e: StoreFailed) -> None:
     t.note("store_failed", detail=e.detail)
 
 
-def _canary_lost(t: Turn, e: CanaryDone) -> None:
-    """A suspect canary that ends after its phase: rule 2 has dropped it already, this is its named answer."""
-
-
 def _ignore(t: Turn, e: Event) -> None:
     """The named answer "nothing"."""
 
@@ -1120,7 +1116,7 @@ _ANY: Mapping[type[Event], Handler] = {
     HealthFailed: _ignore,
     Symptom: _ignore,
     Progressed: _ignore,
-    CanaryDone: _canary_lost,
+    CanaryDone: _ignore,
     Done: _ignore,
     Replayed: _ignore,
     Elapsed: _ignore,
