@@ -192,8 +192,15 @@ def test_a_second_sigterm_is_at_once_and_still_tells_everybody(tmp_path: Path) -
 def _draining(place: Running) -> bool:
     """A stopping gateway has closed its listening socket: nobody but us has it open any more."""
     inode = os.fstat(place.sock.fileno()).st_ino
-    folder = f"/proc/{place.processes[-1].pid}/fd"
-    return not any(os.readlink(f"{folder}/{name}") == f"socket:[{inode}]" for name in os.listdir(folder))
+    folder = Path("/proc", str(place.processes[-1].pid), "fd")
+    return f"socket:[{inode}]" not in map(_target, folder.iterdir())
+
+
+def _target(descriptor: Path) -> str:
+    try:
+        return os.readlink(descriptor)
+    except FileNotFoundError:  # closed since its folder was listed
+        return ""
 
 
 def test_kill_9_costs_its_exchanges_only_and_the_journal_names_them(tmp_path: Path) -> None:
