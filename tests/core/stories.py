@@ -21,14 +21,17 @@ from defib.core.events import (
     Found,
     GatewayBack,
     GatewayLost,
+    GpuFault,
     HealthFailed,
     PauseOrdered,
     ProcessKind,
     Progressed,
     Ready,
     Replayed,
+    RestartOrdered,
     Resume,
     ResumeOrdered,
+    Stalled,
     StopOrdered,
     Symptom,
 )
@@ -130,6 +133,18 @@ class Story:
     def recovers(self) -> Story:
         return self.relaunches().ready().canary().replayed()
 
+    def stalls(self, after: float = 2.0) -> Story:
+        return self.tell(lambda at: Stalled(at, self.state.generation, 31.0, 30.0, 2), after)
+
+    def steps(self) -> Story:
+        return self.tell(lambda at: Progressed(at, self.state.generation, at, step=True))
+
+    def xid(self, number: int, fault: FaultClass = IMA, ours: bool = True) -> Story:
+        return self.tell(lambda at: GpuFault(at, self.state.generation, number, "0000:01:00", ours, fault))
+
+    def restarts(self, rung: str = "") -> Story:
+        return self.tell(lambda at: RestartOrdered(at, rung))
+
     def poisoned(self) -> Story:
         return self.found().canary(CanaryOutcome.ERROR)
 
@@ -214,13 +229,35 @@ STORIES: dict[str, Callable[[], Story]] = {
     ),
     "a-launch-that-fails": lambda: (
         Story().serves().poisoned().done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE).done(Effect.CLEAR)
-        .done(Effect.LAUNCH, ok=False).done(Effect.KILL).done(Effect.GATE).done(Effect.LAUNCH)
+        .done(Effect.LAUNCH, ok=False).elapses(after=5.0).done(Effect.KILL).done(Effect.GATE).done(Effect.LAUNCH)
     ),
     "an-engine-that-exits-while-starting": lambda: (
         Story().boots().exits(ProcessKind.ENGINE, 1).ready(1.0).exits(ProcessKind.ROOT, 1).done(Effect.CAPTURE)
     ),
     "an-engine-that-exits-while-starting-and-no-root-follows": lambda: (
         Story().boots().ready().exits(ProcessKind.ENGINE, 1).elapses(after=10.0).done(Effect.CAPTURE)
+    ),
+    "a-hang": lambda: Story().serves().stalls().stalls().canary(CanaryOutcome.TIMEOUT).relaunches(),
+    "a-stall-and-a-step": lambda: Story().serves().stalls().steps(),
+    "a-stall-and-a-good-canary": lambda: Story().serves().stalls().canary(),
+    "an-xid-of-ours-and-the-line": lambda: Story().serves().xid(31).found(),
+    "an-xid-of-a-neighbour": lambda: Story().serves().xid(31, ours=False),
+    "a-gpu-that-fell-off": lambda: (
+        Story().serves().found().xid(79, FaultClass.GPU_HARDWARE).done(Effect.CAPTURE).done(Effect.KILL)
+        .done(Effect.GATE, ok=False, stuck=True).elapses(after=30.0).done(Effect.KILL).done(Effect.GATE)
+    ),
+    "an-operator-restarts-on-a-rung": lambda: (
+        Story().serves().restarts("eager").done(Effect.KILL).done(Effect.GATE).done(Effect.LAUNCH)
+        .ready().canary().replayed()
+    ),
+    "an-operator-restarts-in-mid-recovery": lambda: (
+        Story().serves().poisoned().restarts("eager").done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE)
+        .done(Effect.CLEAR).done(Effect.LAUNCH).restarts("same-again").done(Effect.KILL).done(Effect.GATE)
+    ),
+    "what-worked-is-tried-first": lambda: (
+        Story().serves().exits().relaunches().exits().relaunches_again().ready().canary().replayed().token()
+        .elapses("probation", after=120.0).restarts("same-again").done(Effect.KILL).done(Effect.GATE)
+        .done(Effect.LAUNCH).ready().canary().replayed().exits().relaunches()
     ),
     "health-alone-and-a-good-canary": lambda: Story().serves().tell(lambda at: HealthFailed(at, 1, 503)).canary(),
     "three-symptoms-and-a-canary-that-fails": lambda: (

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 from tests.core.stories import REACH, Story
 
-from defib.core.budget import Budget
+from defib.core.budget import Budget, Rung
 from defib.core.commands import (
     ClearCaches,
     Finish,
@@ -41,8 +41,10 @@ from defib.core.events import (
     ResumeOrdered,
     StopOrdered,
 )
-from defib.core.machine import EXIT_BUDGET_SPENT, EXIT_CONFIG, ROOT_FOLLOWS_S, Machine
+from defib.core.machine import Machine
+from defib.core.starting import ROOT_FOLLOWS_S
 from defib.core.state import Phase, Rules
+from defib.core.steps import EXIT_BUDGET_SPENT, EXIT_CONFIG
 
 C = TypeVar("C")
 OBSERVE = Rules(observe=True)
@@ -211,8 +213,28 @@ def test_a_launch_that_does_not_report_back_gives_its_number_back() -> None:
     story = Story().serves().exits().done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE)
     assert said(story, Launch)[0].generation == 2
     story.elapses(after=20.0)
+    assert (story.state.phase, story.state.pending) == (Phase.LAUNCHING, 0)
+    story.elapses(after=Rules().launch_retry_s)
     assert (story.state.phase, story.state.generation) == (Phase.KILLING, 1)
     story.done(Effect.KILL).done(Effect.GATE)
+    assert said(story, Launch)[0].generation == 2
+
+
+def test_a_launch_that_could_not_be_made_counts_overall_and_against_no_rung() -> None:
+    story = Story(Rules(rungs=(Rung("same-again", 1),), budget=Budget(3600.0, 3))).serves().exits()
+    story.done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE)
+    for _ in range(2):
+        story.done(Effect.LAUNCH, ok=False).elapses(after=5.0).done(Effect.KILL).done(Effect.GATE)
+        assert said(story, Launch)[0].rung == "same-again"
+    story.done(Effect.LAUNCH, ok=False).elapses(after=5.0).done(Effect.KILL).done(Effect.GATE)
+    assert story.state.phase is Phase.DOWN
+
+
+def test_a_pause_between_two_tries_of_a_launch_leaves_no_generation_that_is_not_there() -> None:
+    story = Story().serves().exits().done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE)
+    story.done(Effect.LAUNCH, ok=False).tell(PauseOrdered)
+    assert (story.state.phase, story.state.generation) == (Phase.PAUSED, 1)
+    story.tell(ResumeOrdered).done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE)
     assert said(story, Launch)[0].generation == 2
 
 
@@ -392,7 +414,7 @@ def test_a_launch_that_was_under_way_at_a_pause_is_awaited_after_a_resume() -> N
     assert story.state.phase is Phase.LAUNCHING and said(story, HoldTraffic)
     assert story.done(Effect.LAUNCH).ready().canary().replayed().state.phase is Phase.SERVING
     story = Story().serves().exits().done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE)
-    story.tell(PauseOrdered).tell(ResumeOrdered).elapses(after=20.0)
+    story.tell(PauseOrdered).tell(ResumeOrdered).elapses(after=20.0).elapses(after=5.0)
     assert (story.state.phase, story.state.generation) == (Phase.KILLING, 1)
     assert said(story, KillTree)[0].incident == "0002-resume"
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from tests.core.stories import REACH, Story
 
-from defib.core import machine as m
 from defib.core.commands import (
     Capture,
     CheckGate,
@@ -43,19 +42,22 @@ from defib.core.events import (
     Found,
     GatewayBack,
     GatewayLost,
+    GpuFault,
     HealthFailed,
     PauseOrdered,
     ProcessKind,
     Progressed,
     Ready,
     Replayed,
+    RestartOrdered,
     Resume,
     ResumeOrdered,
+    Stalled,
     StopOrdered,
     StoreFailed,
     Symptom,
 )
-from defib.core.machine import TABLE, Machine
+from defib.core.machine import ANY, TABLE, Machine
 from defib.core.state import Phase, Rules, State
 from defib.core.witnesses import Case, sufficient
 
@@ -111,6 +113,9 @@ def _events(s: State) -> Iterator[Event]:
     yield from (HealthFailed(at, g, 503), Progressed(at, g, at), Progressed(at, g, 0.0), Replayed(at, g, 1, 0))
     yield from (GatewayLost(at), GatewayBack(at, g, "open"), GatewayBack(at, 0, "starting"), StoreFailed(at, "full"))
     yield from (StopOrdered(at), PauseOrdered(at), ResumeOrdered(at))
+    yield from (RestartOrdered(at, rung) for rung in ("", "eager", "no such rung"))
+    yield from (Stalled(at, g, 31.0, 30.0, 2), Progressed(at, g, at, step=True), Progressed(at, g, 0.0, step=True))
+    yield from (GpuFault(at, g, 31, "0", ours, fault) for ours in (True, False) for fault in FaultClass)
 
 
 def _check(rules: Rules, before: State, event: Event, after: State, commands: list[Command]) -> None:
@@ -172,7 +177,7 @@ def test_every_event_in_every_phase_keeps_the_rules(rules: Rules) -> None:
 
 def test_every_phase_names_its_answers() -> None:
     assert set(TABLE) == set(Phase)
-    assert set(m._ANY) == set(EVENTS)
+    assert set(ANY) == set(EVENTS)
     for phase, row in TABLE.items():
         assert set(row) <= set(EVENTS), phase
 

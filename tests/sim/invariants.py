@@ -110,6 +110,12 @@ class Books:
     """(at, cause, rung, generation)"""
 
 
+def _unmade(entry: tuple[float, str, str, int], generation: object) -> tuple[float, str, str, int]:
+    """A launch that could not be made counts overall, but against no rung."""
+    at, cause, rung, number = entry
+    return (at, cause, "" if number == generation else rung, number)
+
+
 class Watch:
     """Looks at every event and command of one instance."""
 
@@ -250,6 +256,8 @@ class Watch:
             case "survived_probation":
                 kept = tuple(entry for entry in self.books.launches if entry[3] != state.generation)
                 self.books = Books(kept)
+            case "launch_failed":
+                self.books = Books(tuple(_unmade(entry, told["generation"]) for entry in self.books.launches))
             case "resumed" if not state.ledger:
                 self.books = Books()
             case _:

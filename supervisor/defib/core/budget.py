@@ -80,6 +80,11 @@ def ordered_at(ledger: Ledger, launched_at: float) -> float:
     return ledger[-1][0] if ledger and abs(ledger[-1][0] - launched_at) <= SLACK_S else launched_at
 
 
+def without_rung(ledger: Ledger, launched_at: float) -> Ledger:
+    """The ledger with the launch that was ordered at this time counted against no rung, only overall."""
+    return tuple((at, cause, "" if at == launched_at else rung) for at, cause, rung in ledger)
+
+
 def forgiven(ledger: Ledger, launched_at: float) -> Ledger:
     """The ledger without the launch that was ordered at this time: its generation has proven itself."""
     return tuple(entry for entry in ledger if entry[0] != launched_at)

@@ -76,6 +76,10 @@ class Resume:
     """Launches that count: (at, cause, rung); `at` already turned into this boot's clock."""
     ready_in_s: float | None = None
     answered: bool = False
+    fault: str = ""
+    """Class of the incident under way: a successor must know which caches to clear."""
+    worked: tuple[tuple[str, str], ...] = ()
+    """(cause, rung) of what survived probation, oldest first: tried first when the cause comes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +162,44 @@ class Symptom:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """A token reached the gateway from this generation at `token_at`."""
+    """A token reached the gateway from this generation at `token_at`; `step`: none did, but the engine counted one
+    more step of its own. A step refutes that the engine hangs, and nothing else."""
 
     at: float
     generation: int
     token_at: float
+    step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """Exchanges are in flight and the engine has made no progress for `silent_s`, longer than `limit_s`, which was
+    learnt from this worker's own steps (group T: one long request can look like this). Said again while it lasts."""
+
+    at: float
+    generation: int
+    silent_s: float
+    limit_s: float
+    in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFault:
+    """The driver reported an Xid, by NVML or by the kernel log.
+
+    `ours`: it names a process of this generation, or it names none and the whole GPU is ours (then it is group W);
+    otherwise it is only worth a note. `source`: `nvml` or `kmsg`. `gpu`: PCI bus id or UUID, as the source says.
+    """
+
+    at: float
+    generation: int
+    xid: int
+    gpu: str
+    ours: bool
+    fault: FaultClass = FaultClass.POISONED_CONTEXT
+    pid: int | None = None
+    source: str = "nvml"
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +279,14 @@ class ResumeOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartOrdered:
+    """An operator wants the worker restarted now: on this rung, or (empty) on the one that it has."""
+
+    at: float
+    rung: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreFailed:
     """The state store could not be written: we go on in memory."""
 
@@ -258,6 +303,8 @@ Event = (
     | HealthFailed
     | Symptom
     | Progressed
+    | Stalled
+    | GpuFault
     | CanaryDone
     | Done
     | Replayed
@@ -267,6 +314,7 @@ Event = (
     | StopOrdered
     | PauseOrdered
     | ResumeOrdered
+    | RestartOrdered
     | StoreFailed
 )
 
@@ -279,6 +327,8 @@ EVENTS: tuple[type[Event], ...] = (
     HealthFailed,
     Symptom,
     Progressed,
+    Stalled,
+    GpuFault,
     CanaryDone,
     Done,
     Replayed,
@@ -288,5 +338,6 @@ EVENTS: tuple[type[Event], ...] = (
     StopOrdered,
     PauseOrdered,
     ResumeOrdered,
+    RestartOrdered,
     StoreFailed,
 )

@@ -29,6 +29,9 @@ class Phase(StrEnum):
     DOWN = "down"
 
 
+MAX_WORKED = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What an operator may set. Seconds unless said otherwise."""
@@ -41,6 +44,7 @@ class Rules:
     on_spent: str = "stay"
     """`stay` or `exit`: what a spent budget does."""
     start_limit_s: float = 900.0
+    """From launch to ready; counted anew by whoever did not see the launch."""
     suspect_window_s: float = 15.0
     suspect_canary_s: float = 10.0
     prove_canary_s: float = 60.0
@@ -53,10 +57,14 @@ class Rules:
     probation_s: float = 120.0
     lease_renew_s: float = 10.0
     stuck_retry_s: float = 30.0
+    launch_retry_s: float = 5.0
+    """A launch that could not even be made (no disk, no process) is tried again after this long."""
     linger_s: float = 60.0
     refute_after_s: float = 0.25
     observe_rest_s: float = 300.0
     """In observe, a worker whose end would have been ordered is accused again only after this long."""
+    stall_rest_s: float = 60.0
+    """After a suspicion that a stall had raised and that came to nothing, silence alone raises none for this long."""
     symptom_rest_s: float = 2.0
     """After a false alarm that only symptoms had raised, symptoms alone raise none for this long."""
 
@@ -76,6 +84,8 @@ class State:
     proven: bool = False
     ever_ready: bool = False
     rung: int = 0
+    unmade: bool = False
+    """LAUNCHING only: the launch could not be made and is tried again soon; `generation` is still the dead one."""
     ticket: int = 0
     pending: int = 0
     """Ticket of the effect or canary that we wait for; 0: none."""
@@ -92,12 +102,15 @@ class State:
     answered: bool = False
     """The canary was answered once by this instance: an error is news from then on."""
     symptoms_rest_until: float = 0.0
+    stall_rest_until: float = 0.0
     observe_rest_until: float = 0.0
     traffic_seen: bool = False
+    worked: tuple[tuple[str, str], ...] = ()
+    """(cause, rung) pairs that survived probation, oldest first, at most MAX_WORKED."""
     end_code: int | None = None
     """Exit code of the worker's root that we saw last, or the one that we finish with."""
     reason: str = ""
-    """Why we finish."""
+    """Why we finish, or what we are stuck at."""
     observed: int = 0
     """In observe: the generation whose death is on record already."""
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from defib.core.events import CanaryOutcome, FaultClass, Found, Symptom
+from defib.core.events import CanaryOutcome, FaultClass, Found, GpuFault, Symptom
 
 MAX_FINDINGS = 64
 MAX_SYMPTOMS = 64
+MAX_XIDS = 16
 UNLIKE_EXCHANGES = 3
 """Symptoms of this many exchanges, each with its own connection and its own body, are a witness of group W. No more
 than this many of one connection or of one body are kept: what one client says at length hides nobody else."""
@@ -33,6 +34,12 @@ class Case:
     health: bool = False
     canary: CanaryOutcome | None = None
     start_limit: bool = False
+    stalled_at: float | None = None
+    """When the engine was last said to make no progress."""
+    xids: tuple[GpuFault, ...] = ()
+    """Errors that the driver charged to this worker, the first of each number."""
+    resumed: FaultClass | None = None
+    """What an earlier supervisor had found: our own memory of it is gone."""
     symptom_at: float = 0.0
     tokens_at: float = 0.0
 
@@ -56,10 +63,17 @@ class Case:
             return seen
         return replace(seen, symptoms=(*known, symptom))
 
+    def with_xid(self, fault: GpuFault) -> Case:
+        """Each number once: a storm of one Xid is one fact."""
+        if len(self.xids) >= MAX_XIDS or any(known.xid == fault.xid for known in self.xids):
+            return self
+        return replace(self, xids=(*self.xids, fault))
+
     @property
     def accused_at(self) -> float:
         """When the latest accusation that a token or a canary can refute was made."""
         times = [f.at for f in self.findings if f.cause] + ([self.symptom_at] if self.symptoms else [])
+        times += [fault.at for fault in self.xids] + ([] if self.stalled_at is None else [self.stalled_at])
         return max(times, default=self.opened_at)
 
     def cause(self) -> Found | None:
@@ -72,31 +86,54 @@ class Case:
         return next(named, self.exits[0] if self.exits else "unknown")
 
     def fault(self) -> FaultClass:
-        """The class of the verdict; UNKNOWN when nothing in the log says why."""
+        """The class of the verdict; UNKNOWN when nothing says why.
+
+        Hardware first: what the log says of the context is then a consequence. The log before other Xids: it names
+        the error, and a canary that hangs on a broken context makes a stall of anything.
+        """
+        if any(fault.fault is FaultClass.GPU_HARDWARE for fault in self.xids):
+            return FaultClass.GPU_HARDWARE
         cause = self.cause()
         if cause is not None:
             return cause.fault
-        return FaultClass.HANG if self.start_limit else FaultClass.UNKNOWN
+        if self.xids:
+            return self.xids[0].fault
+        if self.resumed is not None:
+            return self.resumed
+        return FaultClass.HANG if self.start_limit or self._hangs() else FaultClass.UNKNOWN
+
+    def _hangs(self) -> bool:
+        """Silence explains nothing once a process has ended or the engine calls itself dead."""
+        return self.stalled_at is not None and not self.exits and not self.health
 
     def fingerprint(self) -> str:
         """What the budget counts by: the signature of the cause, else the strongest witness."""
+        hardware = next((fault for fault in self.xids if fault.fault is FaultClass.GPU_HARDWARE), None)
+        if hardware is not None:
+            return f"xid:{hardware.xid}"
         cause = self.cause()
         if cause is not None:
             return cause.signature
+        if self.xids:
+            return f"xid:{self.xids[0].xid}"
         if self.exits:
             return f"exit:{self.exits[0]}"
+        if self._hangs():
+            return "hang"
         return "start-limit" if self.start_limit else "no-answer"
 
 
 def group_t(case: Case) -> tuple[str, ...]:
     """The witnesses that a single exchange could have caused."""
     found = [f"log:{f.signature}" for f in case.findings if f.cause]
-    return tuple(dict.fromkeys(found)) + (("symptom",) if case.symptoms else ())
+    stalled = () if case.stalled_at is None else ("stalled",)
+    return tuple(dict.fromkeys(found)) + (("symptom",) if case.symptoms else ()) + stalled
 
 
 def group_w(case: Case) -> tuple[str, ...]:
     """The witnesses that no single exchange can cause."""
     named = [f"exit:{name}" for name in dict.fromkeys(case.exits)]
+    named += [f"xid:{fault.xid}" for fault in case.xids]
     if case.health:
         named.append("health:503")
     if case.canary in FAILED:
@@ -132,7 +169,9 @@ def sufficient(case: Case) -> bool:
 
     An engine process's exit or a start limit passed is a verdict by itself. Otherwise one of W, and either an
     agreeing T or a second W. `symptoms:3` only counts beside another W: three clients can gang up on a well server.
-    A canary's timeout is also what a long prefill looks like: no HTTP result is agreement enough for that one.
+    A canary's timeout is also what a long prefill looks like: no HTTP result is agreement enough for that one, but
+    an engine that counted no step for longer than it ever needed is. A stall agrees with a canary that failed, and
+    with no other witness: it is silence, and an Xid or a 503 beside it may have any cause.
     """
     witnesses = group_w(case)
     if case.exits or case.start_limit:
@@ -141,4 +180,8 @@ def sufficient(case: Case) -> bool:
         return False
     if len(witnesses) >= 2:
         return True
-    return case.cause() is not None or (bool(case.symptoms) and case.canary is not CanaryOutcome.TIMEOUT)
+    if case.cause() is not None:
+        return True
+    if case.stalled_at is not None and case.canary in FAILED:
+        return True
+    return bool(case.symptoms) and case.canary is not CanaryOutcome.TIMEOUT
