@@ -33,6 +33,7 @@ from defib.core.events import (
     Exited,
     FaultClass,
     GatewayBack,
+    GpuFault,
     HealthFailed,
     PauseOrdered,
     ProcessKind,
@@ -43,8 +44,9 @@ from defib.core.events import (
 )
 from defib.core.machine import Machine
 from defib.core.starting import ROOT_FOLLOWS_S
-from defib.core.state import Phase, Rules
+from defib.core.state import MAX_WORKED, Phase, Rules
 from defib.core.steps import EXIT_BUDGET_SPENT, EXIT_CONFIG
+from defib.core.witnesses import MAX_XIDS, Case
 
 C = TypeVar("C")
 OBSERVE = Rules(observe=True)
@@ -503,3 +505,150 @@ def test_tokens_of_the_past_are_no_traffic_of_a_new_generation() -> None:
     assert not story.state.traffic_seen
     story.tell(lambda at: Progressed(at, story.state.generation - 1, at))
     assert not story.state.traffic_seen
+
+
+# --- silence, Xids, orders ---
+
+
+def test_silence_that_came_to_nothing_raises_no_second_suspicion_for_a_while() -> None:
+    story = Story().serves().stalls().canary()
+    assert story.state.phase is Phase.SERVING
+    assert story.stalls().state.phase is Phase.SERVING
+    assert story.stalls(after=Rules().stall_rest_s).state.phase is Phase.SUSPECTING
+
+
+def test_silence_is_no_reason_to_stop_the_traffic_of_others() -> None:
+    assert not said(Story().serves().stalls(), PauseTraffic)
+
+
+def test_a_step_refutes_silence_and_not_a_finding_or_a_symptom() -> None:
+    assert Story().serves().stalls().found().steps().state.phase is Phase.SUSPECTING
+    story = Story().serves().stalls().symptom(1).steps()
+    assert story.state.phase is Phase.SUSPECTING
+    story.canary(CanaryOutcome.TIMEOUT)
+    assert story.state.phase is Phase.SUSPECTING, "a symptom and a canary that timed out, but nothing stalls any more"
+
+
+def test_a_step_from_before_the_silence_refutes_nothing() -> None:
+    story = Story().serves().stalls()
+    story.tell(lambda at: Progressed(at, 1, story.state.case.stalled_at - 1.0, step=True))  # type: ignore[union-attr]
+    assert story.canary(CanaryOutcome.TIMEOUT).state.phase is Phase.CAPTURING
+
+
+def test_a_canary_that_times_out_while_the_engine_counts_steps_is_blind() -> None:
+    story = Story().serves().symptom(1).steps()
+    assert story.canary(CanaryOutcome.TIMEOUT, sent=5.0).state.phase is Phase.SUSPECTING
+    assert story.state.case is not None and story.state.case.canary is CanaryOutcome.BLIND
+
+
+def test_silence_beside_a_503_alone_is_no_verdict() -> None:
+    story = Story().serves().stalls().tell(lambda at: HealthFailed(at, 1, 503)).canary(CanaryOutcome.BLIND)
+    assert story.state.phase is Phase.SUSPECTING
+
+
+def test_one_xid_alone_never_kills_however_often_it_is_told() -> None:
+    story = Story().serves()
+    for _ in range(50):
+        story.xid(31)
+    assert story.state.case is not None and len(story.state.case.xids) == 1
+    assert story.canary(CanaryOutcome.BLIND).elapses(after=15.0).state.phase is Phase.SERVING
+
+
+def test_xids_are_bounded_at_the_limit() -> None:
+    case = Case(1.0)
+    for number in range(MAX_XIDS + 5):
+        case = case.with_xid(GpuFault(1.0, 1, number, "0", True))
+    assert len(case.xids) == MAX_XIDS
+
+
+def test_a_token_after_an_xid_refutes_it() -> None:
+    assert Story().serves().xid(31).token().state.phase is Phase.SERVING
+
+
+def test_failing_hardware_outranks_what_the_log_says_of_the_context() -> None:
+    story = Story().serves().found().xid(79, FaultClass.GPU_HARDWARE).relaunches()
+    assert story.state.cause == "xid:79"
+    assert not any(isinstance(c, ClearCaches) for c in story.commands), "caches are innocent of it"
+
+
+def test_an_xid_that_is_heard_while_capturing_still_names_the_class() -> None:
+    story = Story().serves().exits().xid(48, FaultClass.GPU_HARDWARE)
+    assert story.state.case is not None and story.state.case.fault() is FaultClass.GPU_HARDWARE
+
+
+def test_a_supervisor_that_is_killed_before_the_caches_are_cleared_leaves_that_to_the_next() -> None:
+    for steps in ((), (Effect.CAPTURE,), (Effect.CAPTURE, Effect.KILL), (Effect.CAPTURE, Effect.KILL, Effect.GATE)):
+        story = Story().serves().poisoned()
+        for step in steps:
+            story.done(step)
+        saved = story.saved
+        story.machine = Machine(story.machine.rules)
+        story.boots(saved, running=False)
+        if story.state.phase is Phase.CAPTURING:
+            story.done(Effect.CAPTURE)
+        assert story.done(Effect.KILL).done(Effect.GATE).state.phase is Phase.CLEARING, steps
+
+
+def test_a_fault_class_that_we_do_not_know_any_more_is_none() -> None:
+    story = Story().boots(Resume("killing", 1, True, True, 0, "0001-g1", 1, fault="made_up"), running=False)
+    assert story.done(Effect.KILL).done(Effect.GATE).state.phase is Phase.LAUNCHING
+
+
+def test_an_order_to_restart_is_followed_wherever_something_can_be_restarted() -> None:
+    for phase in (
+        Phase.STARTING,
+        Phase.SERVING,
+        Phase.SUSPECTING,
+        Phase.PROVING,
+        Phase.REPLAYING,
+        Phase.DOWN,
+        Phase.STUCK,
+    ):
+        story = REACH[phase]().restarts("eager")
+        assert story.state.phase is Phase.KILLING and story.state.incident is not None, phase
+        story.done(Effect.KILL).done(Effect.GATE)
+        assert said(story, Launch)[0].rung == "eager", phase
+
+
+def test_an_order_to_restart_never_ends_a_pause_and_means_nothing_while_stopping_or_observing() -> None:
+    story = REACH[Phase.PAUSED]().restarts("eager")
+    assert story.state.phase is Phase.PAUSED and "order_refused" in str(story.commands)
+    assert REACH[Phase.STOPPING]().restarts("eager").state.phase is Phase.STOPPING
+    assert Story(OBSERVE).serves().restarts().state.phase is Phase.SERVING
+
+
+def test_a_rung_that_is_not_there_is_refused_and_changes_nothing() -> None:
+    story = REACH[Phase.SERVING]()
+    before = story.state
+    assert story.restarts("no such rung").state == before
+    assert "order_refused" in str(story.commands)
+
+
+def test_a_launch_that_has_not_reported_back_is_waited_for_before_an_order_counts() -> None:
+    story = Story().serves().exits().done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE)
+    assert story.restarts("eager").state.phase is Phase.LAUNCHING
+    story.done(Effect.LAUNCH).exits().done(Effect.KILL).done(Effect.GATE)
+    assert said(story, Launch)[0].rung == "eager"
+
+
+def test_what_worked_and_then_fails_is_forgotten() -> None:
+    story = Story().boots(Resume("serving", 1, True, True, 0, worked=(("exit:root", "eager"),)))
+    story.exits().done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE)
+    assert said(story, Launch)[0].rung == "eager"
+    story.done(Effect.LAUNCH).exits(code=1)
+    assert story.state.worked == ()
+
+
+def test_what_worked_is_bounded_and_the_newest_is_kept() -> None:
+    old = tuple((f"cause-{n}", "eager") for n in range(MAX_WORKED))
+    story = Story().boots(Resume("serving", 1, True, True, 0, cause="new", worked=old)).token()
+    story.elapses("probation", 120.0)
+    assert len(story.state.worked) == MAX_WORKED and story.state.worked[-1] == ("new", "same-again")
+
+
+def test_a_remembered_rung_that_is_spent_or_gone_leaves_the_ladder_as_it_is() -> None:
+    for worked in ((("exit:root", "gone"),), (("exit:root", "eager"),)):
+        ledger = ((90.0, "exit:root", "eager"), (91.0, "exit:root", "eager"))
+        story = Story().boots(Resume("serving", 1, True, True, 0, ledger=ledger, worked=worked))
+        story.exits().done(Effect.CAPTURE).done(Effect.KILL).done(Effect.GATE)
+        assert said(story, Launch)[0].rung == "same-again", worked
