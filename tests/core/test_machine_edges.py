@@ -595,16 +595,11 @@ def test_a_fault_class_that_we_do_not_know_any_more_is_none() -> None:
 
 
 def test_an_order_to_restart_is_followed_wherever_something_can_be_restarted() -> None:
-    for phase in (
-        Phase.STARTING,
-        Phase.SERVING,
-        Phase.SUSPECTING,
-        Phase.PROVING,
-        Phase.REPLAYING,
-        Phase.DOWN,
-        Phase.STUCK,
-    ):
-        story = REACH[phase]().restarts("eager")
+    served = (Phase.STARTING, Phase.SERVING, Phase.SUSPECTING, Phase.PROVING, Phase.REPLAYING)
+    for phase in (*served, Phase.DOWN, Phase.STUCK):
+        story = REACH[phase]()
+        story.machine.rules = Rules()  # the story that goes down has no budget at all
+        story.restarts("eager")
         assert story.state.phase is Phase.KILLING and story.state.incident is not None, phase
         story.done(Effect.KILL).done(Effect.GATE)
         assert said(story, Launch)[0].rung == "eager", phase
